@@ -182,7 +182,7 @@ class RescoreInfo(StrictModel):
     num_failed: int = 0
     """could not be scored: their reward is unknown now."""
     num_gone: int = 0
-    """Evicted before they were reached."""
+    """Evicted before they were reached, or scored by somebody else in a job about pending ones."""
     num_known_before: int = 0
     num_known_after: int = 0
     mean_reward_before: float | None = None
@@ -194,7 +194,3 @@ class RescoreInfo(StrictModel):
     wait: WaitInfo | None = None
     problem: str | None = None
     """Why the reward service cannot be asked now."""
-
-    def is_for(self, request: RescoreRequest) -> bool:
-        """Return whether `request` asks for this job."""
-        return (self.task, self.only) == (request.task, request.only)

@@ -94,7 +94,7 @@ async def test_pending_rollouts_that_are_being_scored_when_a_job_about_them_star
     assert (await buffer.rescore_jobs.start(RescoreRequest(only="pending"))).num_total == 7
     reward.gate.set()
     job = await finished(buffer)
-    assert (job.num_total, job.num_done, job.num_gone) == (3, 3, 0)
+    assert (job.num_total, job.num_done, job.num_gone) == (7, 3, 4)
     assert len(reward.asked) == 7
     assert (await buffer.stats.read()).num_scored == 7
 
@@ -130,7 +130,7 @@ async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is
     waits = [wait.name for wait in (await buffer.components.read())[1] if wait.owner == "buffer-scorer"]
     assert waits == ["reward"], "it still waits"
     assert (await buffer.stats.read()).num_pending == 1
-    for parked in buffer.scoring_worker._scorer.dead_letters._parked.values():
+    for parked in buffer.scoring_worker._scorer.retry_queue._waiting.values():
         parked.retry_at_s = buffer.context.clock()
     monkeypatch.setattr(retries, "MIN_PARKED_S", 0.01)
     assert await run_until_settled(buffer) == {"reward"}
@@ -156,7 +156,7 @@ async def test_a_service_that_scores_nothing_at_all_refuses_nothing(
     buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GET /v1/rewards is answered all the time."""
-    monkeypatch.setattr(retries, "DEAD_LETTER_TRIES", 1)
+    monkeypatch.setattr(retries, "SILENT_TRIES", 1)
     await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     await run_until_settled(buffer)
     reward.refusal = lambda items: (500, {})
@@ -175,7 +175,7 @@ async def test_a_service_that_is_away_or_busy_refuses_nothing(
     buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # one try may count: away when asked, back when looked after
-    monkeypatch.setattr(retries, "DEAD_LETTER_TRIES_UNPROVEN", 2)
+    monkeypatch.setattr(retries, "SILENT_TRIES_UNPROVEN", 2)
     attempts = 0
     ask = buffer.scoring_worker._reward.ask
 
@@ -236,15 +236,15 @@ async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_j
         await asyncio.sleep(0.01)
     last = buffer.view.index.position
     for _ in range(retries.MAX_TRIES - 1):
-        assert not buffer.scoring_worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
-    for _ in range(retries.DEAD_LETTER_TRIES - 1):
-        assert not buffer.scoring_worker._scorer.dead_letters.record_failure(last, is_unproven=False)
+        assert not buffer.scoring_worker._scorer.retry_queue.record_away(last, "unreachable: it is away")
+    for _ in range(retries.SILENT_TRIES - 1):
+        assert not buffer.scoring_worker._scorer.retry_queue.record_silence(last, is_unproven=False)
     await go_back(buffer.context.redis, earlier)
     await buffer.recovery.accept("operator", None)
     others = [make_rollout(reward=1.0) for _ in range(12)]
     await buffer.writer.push([encode_rollout(rollout) for rollout in others])
-    assert not buffer.scoring_worker._scorer.retry_queue.record_failure(last, "unreachable: it is away")
-    assert not buffer.scoring_worker._scorer.dead_letters.record_failure(last, is_unproven=False)
+    assert not buffer.scoring_worker._scorer.retry_queue.record_away(last, "unreachable: it is away")
+    assert not buffer.scoring_worker._scorer.retry_queue.record_silence(last, is_unproven=False)
     reward.gate.set()
     await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
     while (await buffer.stats.read()).num_pending:  # scored after the chunk that was under way: the job is over then

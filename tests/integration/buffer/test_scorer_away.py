@@ -22,6 +22,7 @@ from tba.versions import START
 from tba.wire import Sampling, VersionSpan, encode_rollout
 from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.index_values import Item, make_added, make_index
 from tests.support.leases import lease
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_process import running_reward
@@ -157,7 +158,7 @@ def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_oth
 ) -> None:
     monkeypatch.setattr(retries, "MAX_TRIES", 4)
     monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
-    record, recorded = retries.RetryQueue.record_failure, set[int]()
+    record, recorded = retries.RetryQueue.record_away, set[int]()
 
     def first_is_a_try_ahead(self: retries.RetryQueue, position: int, reason: str) -> bool:
         if not recorded:
@@ -165,7 +166,7 @@ def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_oth
         recorded.add(position)
         return record(self, position, reason)
 
-    monkeypatch.setattr(retries.RetryQueue, "record_failure", first_is_a_try_ahead)
+    monkeypatch.setattr(retries.RetryQueue, "record_away", first_is_a_try_ahead)
     client.push([encode_rollout(make_rollout(response_text=f"unheard of {i}")) for i in range(2)])
     client.start_rescore(RescoreRequest())
     until("the job is done", lambda: client.rescore().state == "done")
@@ -190,7 +191,7 @@ def test_a_repeated_request_is_half_as_large_and_what_is_new_has_its_turn() -> N
         asked = waiting.next_due(old, 64)
         sizes.append(len(asked))
         for at in old:  # the other requests fail meanwhile, too
-            waiting.record_failure(at, "unreachable: away")
+            waiting.record_away(at, "unreachable: away")
         assert waiting.next_due([*old, 99], 64) == [99]
         assert waiting.is_too_early(old)
         assert not waiting.is_too_early([99])
@@ -200,11 +201,13 @@ def test_a_repeated_request_is_half_as_large_and_what_is_new_has_its_turn() -> N
     assert turns[0] != turns[1]
     assert turns[:2] == turns[2:]
     assert waiting.next_due(list(range(1000, 1200)), 64) == list(range(1000, 1200))
-    waiting.remove_stale()
-    assert len(waiting) == len(old)
-    clock.now_s += retries.MAX_PAUSE_S + retries.STALE_AFTER_S + 1.0
-    waiting.remove_stale()
+    index = make_index(make_added(1, [Item() for _ in range(62)]))  # positions 1 to 62
+    clock.now_s += retries.REMOVE_GONE_EVERY_S
+    waiting.remove_gone(index)
+    assert (len(waiting), waiting.problem) == (62, "unreachable: away")
+    clock.now_s += retries.REMOVE_GONE_EVERY_S
+    waiting.remove_gone(make_index())
     assert (len(waiting), waiting.problem) == (0, None)
-    waiting.record_failure(1, "unreachable: away")
+    waiting.record_away(1, "unreachable: away")
     waiting.remove([1])
     assert (len(waiting), waiting.problem) == (0, None)

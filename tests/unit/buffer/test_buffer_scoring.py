@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from tba_buffer.scoring.rescore import add_chunk, describe_job
+from tba_buffer.scoring.rescore import add_chunk
 from tba_buffer.scoring.rollout_scorer import Score, ScoredRollout, request_scores
 
 from tba.api import RescoreInfo, ScoreError, ScoreItem, ScoreReply, ScoreResult
@@ -116,15 +116,3 @@ def test_a_chunk_of_which_nothing_is_left_moves_on() -> None:
 def test_what_is_gone_without_having_been_taken_is_counted_at_the_end() -> None:
     job = add_chunk(JOB, [], np.array([], dtype=np.int64), num_left=0)
     assert (job.position, job.num_gone) == (0, 10)
-
-
-@pytest.mark.parametrize(
-    ("task", "only", "words"),
-    [
-        (None, "all", "everything"),
-        ("gsm8k", "all", "everything of task 'gsm8k'"),
-        (None, "failed", "what is failed"),
-    ],
-)
-def test_a_job_in_words(task: str | None, only: str, words: str) -> None:
-    assert describe_job(JOB.model_copy(update={"task": task, "only": only})) == words

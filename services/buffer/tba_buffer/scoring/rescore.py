@@ -54,8 +54,6 @@ class RescoreJobs:
         self._job: RescoreInfo | None = None
         self._is_loaded = False
         self._loading = asyncio.Lock()
-        self._left: Positions | None = None
-        """Positions of the rollouts that are left, ascending; None when not known: ask the index."""
 
     def forget(self) -> None:
         """Read the job from Redis again: Redis has lost data, and perhaps the job or its progress."""
@@ -91,10 +89,11 @@ class RescoreJobs:
         async with self._context.mutation_lock:
             running = await self._read()
             if running is not None and running.state == "running":
-                if running.is_for(request):
+                if (running.task, running.only) == (request.task, request.only):
                     return await self.info()
+                what = "everything" if running.only == "all" else f"what is {running.only}"
                 raise ConflictError(
-                    f"{describe_job(running)} is being scored again since log position {running.start_position} "
+                    f"{what}{f' of task {running.task!r}' if running.task else ''} is being scored again "
                     f"({running.num_done} of {running.num_total} done); wait for it"
                 )
             index = await self._view.catch_up()
@@ -111,7 +110,6 @@ class RescoreJobs:
             job = job.model_copy(update={"num_total": len(left)})
             # where nothing matches the job is done as it begins
             await self._write([], job if len(left) else self._ended(job, "done"))
-            self._left = left
         log.info("rescore_started", task=job.task, only=job.only, num_total=job.num_total)
         return await self.info()
 
@@ -131,10 +129,8 @@ class RescoreJobs:
         if job is None or job.state != "running":
             return False
         index = await self._view.catch_up()
-        left = self._matching(index, job) if self._left is None else self._left
-        rows = index.rows_at(left[: self._reward.request_size])
-        num_bytes = np.zeros(len(rows), dtype=np.int64)
-        num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
+        left = self._matching(index, job)
+        num_bytes = index.column("num_bytes", index.rows_at(left[: self._reward.request_size]))
         taken, left = np.split(left, [self._scorer.num_in_request(num_bytes)])
         retry_queue, positions = self._scorer.retry_queue, taken.tolist()
         if retry_queue.is_too_early(positions):
@@ -148,37 +144,9 @@ class RescoreJobs:
             scored = await self._scorer.still_stored(scored)
             job = add_chunk(job, scored, taken, num_left=len(left))
             await self._write(scored, job if len(left) else self._ended(job, "done"))
-            self._left = left
         retry_queue.remove(positions)
         await self._scorer.enforce_limits(scored)
         return True
-
-    async def store_pending(self, scored: Sequence[ScoredRollout]) -> None:
-        """Store scores of pending rollouts that the job did not ask for; the caller holds `context.mutation_lock`.
-
-        Rollouts that a job about one status has not passed yet join or leave it with their status. So what is left of
-        the job stays a function of the index.
-
-        Raises:
-            SupersededError: a newer buffer process owns the run.
-        """
-        job = await self._read()
-        if job is None or job.state != "running":
-            await self._scorer.store(scored)
-            return
-        ahead = [item for item in scored if self._is_ahead(job, item)]
-        # only rollouts that the job has not passed yet can change what is left of it
-        num_joining = sum(item.after.reward_status == job.only for item in ahead)
-        num_leaving = sum(item.before.reward_status == job.only for item in ahead)
-        if num_joining or num_leaving:
-            self._left = None
-            job = job.model_copy(update={"num_total": job.num_total + num_joining - num_leaving})
-        await self._write(scored, job)
-
-    def _is_ahead(self, job: RescoreInfo, item: ScoredRollout) -> bool:
-        found = self._catalog.find(item.before.prompt_id)
-        is_task = job.task is None or (found is not None and found[1].task == job.task)
-        return is_task and job.position < item.position <= job.start_position
 
     def _matching(self, index: Index, job: RescoreInfo) -> Positions:
         """Return the positions of the rollouts that are left of the job, ascending."""
@@ -224,7 +192,7 @@ class RescoreJobs:
                     text = await self._context.redis.get(self._context.keys.rescore)
                 key = self._context.keys.rescore
                 self._job = text and needed(key, "rescore", lambda: RescoreInfo.model_validate_json(text))
-                self._is_loaded, self._left = True, None
+                self._is_loaded = True
             return self._job
 
     async def _write(self, scored: Sequence[ScoredRollout], job: RescoreInfo) -> None:
@@ -243,13 +211,16 @@ def add_chunk(job: RescoreInfo, scored: Sequence[ScoredRollout], taken: Position
     versions = Counter(job.reward_versions)
     versions.update(item.after.reward_version or "" for item in scored if item.after.reward is not None)
     num_done = job.num_done + len(scored)
+    # a pending rollout that is scored meanwhile may join a job about scored ones
+    num_total = max(job.num_total, num_done + num_left)
     return job.model_copy(
         update={
             "position": int(taken[-1]) if len(taken) else job.position,
+            "num_total": num_total,
             "num_done": num_done,
             "num_changed": job.num_changed + sum(item.before.reward != item.after.reward for item in scored),
             "num_failed": job.num_failed + len(scored) - len(after),
-            "num_gone": job.num_total - num_done - num_left,
+            "num_gone": num_total - num_done - num_left,
             "num_known_before": job.num_known_before + len(before),
             "num_known_after": job.num_known_after + len(after),
             "mean_reward_before": _mean(job.mean_reward_before, job.num_known_before, before),
@@ -261,9 +232,3 @@ def add_chunk(job: RescoreInfo, scored: Sequence[ScoredRollout], taken: Position
 
 def _mean(mean: float | None, num: int, more: Sequence[float]) -> float | None:
     return ((mean or 0.0) * num + sum(more)) / (num + len(more)) if num + len(more) else None
-
-
-def describe_job(job: RescoreInfo) -> str:
-    """Return in words what a job scores again."""
-    status = "everything" if job.only == "all" else f"what is {job.only}"
-    return status if job.task is None else f"{status} of task {job.task!r}"

@@ -25,9 +25,10 @@ from tba.wire import Rollout, decode_rollout, encode_rollout, storable_parts
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, SCORED, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
+from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import placeholders
-from tba_buffer.scoring.retries import DeadLetters, RetryQueue
+from tba_buffer.scoring.retries import RetryQueue
 from tba_buffer.scoring.reward_service import RewardConnection, RewardUnavailableError
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
@@ -96,10 +97,7 @@ class RolloutScorer:
 
     def forget_positions(self) -> None:
         """Forget all tries: Redis has lost data, and gives its log positions to rollouts that nobody has asked for."""
-        self.dead_letters = DeadLetters(self._context.clock)
-        """The rollouts that the reward service does not answer for."""
         self.retry_queue = RetryQueue(self._context.clock)
-        """The rollouts that wait for their scorer."""
 
     def num_in_request(self, num_bytes: NDArray[np.integer]) -> int:
         """Return how many payloads of these sizes, in order, one request may hold: at least one."""
@@ -132,10 +130,9 @@ class RolloutScorer:
             if not await self._gives_up(taken, error):
                 raise
             scores = [Score(reason=f"refused: {error}")]
-        self.dead_letters.remove(taken)
         kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
         self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
-        self.update_waits()
+        self.update_waits(self._view.index)
         is_composite = self._context.recipe.reward.is_composite
         # in a thread: encoding a request of large payloads would hold up every other request
         return failed + await in_thread(
@@ -194,7 +191,7 @@ class RolloutScorer:
         return found, rollouts, failed
 
     def _must_wait(self, position: int, score: Score) -> bool:
-        return score.is_away and not self.retry_queue.record_failure(position, score.reason)
+        return score.is_away and not self.retry_queue.record_away(position, score.reason)
 
     async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Return one score per item; items that may have failed by chance are asked for again."""
@@ -220,17 +217,16 @@ class RolloutScorer:
             is_up = await self._reward.scores_quickly(self._proven)
         if not is_up:
             return False
-        gives_up = self.dead_letters.record_failure(positions[0], is_unproven=self._proven is None)
-        self._reward.num_parked = len(self.dead_letters)
+        gives_up = self.retry_queue.record_silence(positions[0], is_unproven=self._proven is None)
+        self._reward.num_parked = self.retry_queue.num_silent
         return gives_up
 
-    def update_waits(self) -> None:
-        """Continue the waits while rollouts are parked or in the retry queue, and end them with the last one."""
-        self.dead_letters.remove_stale()
-        self.retry_queue.remove_stale()
-        self._reward.show_scorer_wait(len(self.retry_queue))
-        had, self._reward.num_parked = self._reward.num_parked, len(self.dead_letters)
-        if had and not len(self.dead_letters):
+    def update_waits(self, index: Index) -> None:
+        """Continue the waits while rollouts are in the retry queue, and end them with the last one."""
+        self.retry_queue.remove_gone(index)
+        self._reward.show_scorer_wait(self.retry_queue.num_away)
+        had, self._reward.num_parked = self._reward.num_parked, self.retry_queue.num_silent
+        if had and not self._reward.num_parked:
             self._reward.end_wait()
 
     async def still_stored(self, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:

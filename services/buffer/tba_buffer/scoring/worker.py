@@ -95,26 +95,24 @@ class ScoringWorker:
 
     async def _score_pending(self) -> bool:
         """Score the oldest pending rollouts, parked ones later. Return whether there is more to do at once."""
-        self._scorer.update_waits()
         index = await self._view.catch_up()
+        self._scorer.update_waits(index)
         # a job about pending rollouts scores them itself, and counts them
         if not index.num_pending or await self._rescore_jobs.scores_pending():
             return False
-        dead_letters, retry_queue = self._scorer.dead_letters, self._scorer.retry_queue
-        request_size = self._reward.request_size
+        retry_queue, request_size = self._scorer.retry_queue, self._reward.request_size
         # as many more as may have to wait: then the request is full without them
-        rows = index.pending_rows(request_size + len(dead_letters) + len(retry_queue))
+        rows = index.pending_rows(request_size + len(retry_queue))
         due = retry_queue.next_due(index.column("position", rows).tolist(), request_size)
-        chosen = np.array(dead_letters.next_due(due), dtype=np.int64)
-        if not len(chosen):
+        if not due:
             return False
-        rows = index.rows_at(chosen)
+        rows = index.rows_at(np.array(due, dtype=np.int64))
         rows = rows[: self._scorer.num_in_request(index.column("num_bytes", rows))]
         asked = index.column("position", rows).astype(np.int64)
         scored = await self._scorer.score(asked)
         async with self._context.mutation_lock:
             stored = await self._scorer.still_stored(scored)
-            await self._rescore_jobs.store_pending(stored)
+            await self._scorer.store(stored)
         retry_queue.remove([item.position for item in scored])
         await self._scorer.enforce_limits(stored)
         return bool(stored) or retry_queue.is_too_early(asked.tolist())

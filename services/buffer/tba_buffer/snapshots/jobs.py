@@ -25,12 +25,11 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.snapshots.load import OriginDocument, SnapshotLoad
-from tba_buffer.snapshots.save import SnapshotSave
+from tba_buffer.snapshots.save import SnapshotSave, taken
 from tba_buffer.snapshots.snapshot_format import read_manifest
 from tba_buffer.storage.context import Context, RunHash, needed
 
 OWNER = "buffer"
-SAVE, LOAD = "snapshot-save", "snapshot-load"
 DEADLINE_S = 3600.0
 STOP_TIMEOUT_S = 5.0
 RETRY_S = 2.0
@@ -63,17 +62,13 @@ class SnapshotJobs:
         self._evictor, self._components = evictor, components
         self._opened: ObjectStore | None = None
         self._task: asyncio.Task[None] | None = None
-        self._save: tuple[SnapshotSource, SnapshotSave] | None = None
-        self._load: tuple[LoadRequest, SnapshotLoad] | None = None
-        self._failed: dict[str, str] = {}
-        """Name of a wait -> why its last job failed, until the next job of its kind begins."""
-        self._load_problem: str | None = None
-        """Why the load last had to wait."""
+        self._job: SnapshotSave | SnapshotLoad | None = None
+        """The job that runs, or the last one."""
 
     @property
     def is_saving(self) -> bool:
         """Whether a snapshot is being written: the log must not be cut."""
-        return self._is_busy and self._save is not None
+        return self._is_busy and isinstance(self._job, SnapshotSave)
 
     @property
     def _is_busy(self) -> bool:
@@ -111,12 +106,11 @@ class SnapshotJobs:
         store = await self._store()
         # the manifest is written last: without one there is no snapshot, only leftovers
         if await in_thread(lambda: store.size_bytes(source.manifest_key)) is not None:
-            raise ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")
+            raise taken(source)
         # after the last await: no other job can begin between this check and the start
         self._check_idle()
         save = SnapshotSave(self._context, self._view, self._catalog, store, source)
-        self._save, self._load = (source, save), None
-        self._start(save.run(), what=f"saving snapshot {source}", wait="snapshot-save")
+        self._start(save, save.run(), what=f"saving snapshot {source}", wait="snapshot-save")
         return await self.info(name)
 
     async def load(self, request: LoadRequest) -> OriginInfo:
@@ -126,7 +120,7 @@ class SnapshotJobs:
             ConflictError: the run began with something else, or another job runs.
         """
         origin, _, lineage = await self._read()
-        is_loading = self._is_busy and self._load is not None and self._load[0] == request
+        is_loading = self._is_busy and isinstance(self._job, SnapshotLoad) and self._job.request == request
         loaded = origin is not None and (origin.source, origin.version) == (request.source, request.version)
         if not is_loading:
             # a snapshot brings its lineages, whose numbers a run that has begun may have given out itself
@@ -146,12 +140,12 @@ class SnapshotJobs:
             StoreError, MalformedError
         """
         source = SnapshotSource(self._context.run, name)
-        if self._save is not None and self._save[0] == source and (self._is_busy or SAVE in self._failed):
-            save, reason = self._save[1], None if self._is_busy else self._failed[SAVE]
+        save = self._job
+        if isinstance(save, SnapshotSave) and save.source == source and (self._is_busy or save.reason is not None):
             return SnapshotInfo(
                 source=str(source),
-                state="saving" if reason is None else "failed",
-                reason=reason,
+                state="saving" if self._is_busy else "failed",
+                reason=save.reason,
                 num_rollouts=save.num_rollouts,
                 num_written=save.writer.num_written,
                 num_bytes=save.writer.num_bytes,
@@ -180,17 +174,17 @@ class SnapshotJobs:
                 lineage=origin.lineage,
                 start_params_sha256=origin.start_params_sha256,
             )
-        if self._load is None:
+        load = self._job
+        if not isinstance(load, SnapshotLoad):
             return None
-        (request, load), failed = self._load, self._failed.get(LOAD)
         return OriginInfo(
-            source=request.source,
-            version=request.version,
-            state="loading" if failed is None else "failed",
-            reason=failed or self._load_problem,
-            num_rollouts=load.progress.num_rollouts,
-            num_checked=load.progress.num_checked,
-            num_loaded=load.progress.num_loaded,
+            source=load.request.source,
+            version=load.request.version,
+            state="loading" if load.reason is None else "failed",
+            reason=load.reason or load.problem,
+            num_rollouts=load.num_rollouts,
+            num_checked=load.num_checked,
+            num_loaded=load.num_loaded,
         )
 
     async def check_may_train(self) -> None:
@@ -230,8 +224,7 @@ class SnapshotJobs:
             store=store,
             request=request,
         )
-        self._load, self._save, self._load_problem = (request, load), None, None
-        self._start(self._keep_loading(load), what=f"loading snapshot {request.source}", wait="snapshot-load")
+        self._start(load, self._keep_loading(load), what=f"loading snapshot {request.source}", wait="snapshot-load")
 
     async def _keep_loading(self, load: SnapshotLoad) -> None:
         """Load; while Redis or the store is away, wait for it."""
@@ -243,42 +236,47 @@ class SnapshotJobs:
             except SupersededError:
                 raise
             except (UnavailableError, StoreUnavailableError) as error:
-                self._load_problem = str(error)
-                log.warning("snapshot_load_waiting", error=self._load_problem)
+                load.problem = str(error)
+                log.warning("snapshot_load_waiting", error=load.problem)
             await asyncio.sleep(RETRY_S)
 
     def _check_idle(self) -> None:
         if self._is_busy:
-            what = f"saving {self._save[0]}" if self._save is not None else "loading a snapshot"
+            job = self._job
+            what = f"saving {job.source}" if isinstance(job, SnapshotSave) else "loading a snapshot"
             raise ConflictError(f"the buffer is {what} now; it does one such job at a time: try again later")
 
-    def _start(self, job: Coroutine[Any, Any, object], *, what: str, wait: str) -> None:
-        self._failed.pop(wait, None)
-        self._task = asyncio.create_task(self._work(job, what, wait), name=what)
+    def _start(
+        self, job: SnapshotSave | SnapshotLoad, work: Coroutine[Any, Any, object], *, what: str, wait: str
+    ) -> None:
+        self._job = job
+        self._task = asyncio.create_task(self._work(job, work, what, wait), name=what)
 
-    async def _work(self, job: Coroutine[Any, Any, object], what: str, wait: str) -> None:
+    async def _work(
+        self, job: SnapshotSave | SnapshotLoad, work: Coroutine[Any, Any, object], what: str, wait: str
+    ) -> None:
         log.info("snapshot_job_started", job=what)
         deadline_s = time.monotonic() + DEADLINE_S
         try:
             # shown as a wait of the buffer: a trainer or an operator waits for this job
             with self._components.waiting(OWNER, wait, deadline_s):
                 async with asyncio.timeout(DEADLINE_S):
-                    await job
+                    await work
         except TbaError as error:
-            self._failed[wait] = str(error)
-            log.warning("snapshot_job_failed", job=what, error=str(error))
+            job.reason = str(error)
         except TimeoutError:
-            self._failed[wait] = f"{what} took more than {DEADLINE_S:.0f} s"
-            log.warning("snapshot_job_failed", job=what, error=self._failed[wait])
+            job.reason = f"{what} took more than {DEADLINE_S:.0f} s"
         except asyncio.CancelledError:
-            self._failed[wait] = "the buffer service is ending"
+            job.reason = "the buffer service is ending"
             raise
         # a defect must show in GET /v1/run, where somebody waits for the job
         except Exception as error:
-            self._failed[wait] = f"{type(error).__name__}: {error}; the log of the buffer service has more"
-            log.error("snapshot_job_failed", job=what, exc_info=error)
-        else:
+            job.reason = f"{type(error).__name__}: {error}; the log of the buffer service has more"
+            log.exception("snapshot_job_defect", job=what)
+        if job.reason is None:
             log.info("snapshot_job_done", job=what)
+        else:
+            log.warning("snapshot_job_failed", job=what, error=job.reason)
 
     async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
         """Return (origin, how far it is loaded, active lineage) as Redis has them."""

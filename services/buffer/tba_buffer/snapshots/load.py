@@ -64,15 +64,6 @@ class Part:
     cursor: int
 
 
-@dataclass(slots=True)
-class LoadProgress:
-    """The progress of a load."""
-
-    num_rollouts: int | None = None
-    num_checked: int = 0
-    num_loaded: int = 0
-
-
 class SnapshotLoad:
     """One load of a snapshot.
 
@@ -80,6 +71,13 @@ class SnapshotLoad:
         evictor: evicts when the snapshot holds more than this run may store.
         request: which snapshot, and the version to fork from, if any.
     """
+
+    problem: str | None = None
+    """Why it waits, or had to wait."""
+    reason: str | None = None
+    """Why it has failed."""
+    num_rollouts: int | None = None
+    num_checked, num_loaded = 0, 0
 
     def __init__(
         self,
@@ -92,9 +90,8 @@ class SnapshotLoad:
         request: LoadRequest,
     ) -> None:
         self._context, self._catalog, self._lineages, self._evictor = context, catalog, lineages, evictor
-        self._store, self._source = store, SnapshotSource.parse(request.source)
+        self.request, self._store, self._source = request, store, SnapshotSource.parse(request.source)
         self._version = None if request.version is None else PolicyVersion.parse(request.version)
-        self.progress = LoadProgress()
 
     async def run(self) -> None:
         """Load, or continue a load that was interrupted.
@@ -107,7 +104,7 @@ class SnapshotLoad:
             SupersededError: a newer buffer process owns the run.
             StoreError, UnavailableError: the store or Redis failed; the load can be repeated.
         """
-        self.progress = LoadProgress()
+        self.num_rollouts, self.num_checked, self.num_loaded = None, 0, 0
         manifest, digest = await read_manifest(self._store, self._source)
         self._check_temperature(manifest)
         end = self._end(manifest)
@@ -124,7 +121,7 @@ class SnapshotLoad:
             last=end,
         )
         await self._check_may_begin(origin)
-        self.progress.num_rollouts = len(places)
+        self.num_rollouts = len(places)
         await self._check(reader, places)
         await self._upload(reader)
         publications = [each for each in manifest.marks if each.position <= end][-NUM_PUBLICATIONS_KEPT:]
@@ -195,7 +192,7 @@ class SnapshotLoad:
                         f"snapshot {self._source}: rollout {rollout.rollout_id.hex()} answers prompt "
                         f"{rollout.prompt_id!r}, which is not a train prompt of the snapshot"
                     )
-            self.progress.num_checked += len(part.places)
+            self.num_checked += len(part.places)
 
     async def _upload(self, reader: SnapshotReader) -> None:
         async for prompts in reader.prompts():
@@ -233,7 +230,7 @@ class SnapshotLoad:
                 is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))
                 if is_full:
                     await self._evictor.enforce()
-            self.progress.num_loaded += len(part.places)
+            self.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot
         await self._lineages.load()
         context.notify_all()

@@ -15,7 +15,6 @@ not be cut during a save: the buffer does not compact it then.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +43,6 @@ from tba.wire.snapshot_manifest import (
 )
 from tba_buffer.index.log import FAILED, PENDING, SCORED, Rescored, parse_entry
 from tba_buffer.index.log_follower import IndexView
-from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.snapshots.snapshot_format import OBJECT_BYTES, ROWS_PER_TABLE, SnapshotWriter, encode_places
 from tba_buffer.storage.context import Context, RunHash
@@ -61,26 +59,9 @@ PROMPTS_PER_READ = 1000
 log = get_logger("snapshots")
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """The live rollouts at one position: columns [N], copied at one moment, by ascending position."""
-
-    log_position: int
-    positions: NDArray[np.uint64]
-    rollout_ids: NDArray[np.void]
-    num_bytes: NDArray[np.uint32]
-    statuses: NDArray[np.uint8]
-    publications: tuple[SavedPublication, ...]
-
-    def only(self, chosen: NDArray[np.bool_]) -> _Captured:
-        """Return the chosen rows."""
-        return replace(
-            self,
-            positions=self.positions[chosen],
-            rollout_ids=self.rollout_ids[chosen],
-            num_bytes=self.num_bytes[chosen],
-            statuses=self.statuses[chosen],
-        )
+LIVE_DTYPE = np.dtype([("position", "<u8"), ("rollout_id", "V16"), ("num_bytes", "<u4"), ("status", "u1")])
+"""A live rollout, copied from the index; those of one moment are by ascending position."""
+Live = NDArray[np.void]
 
 
 class SnapshotSave:
@@ -92,14 +73,17 @@ class SnapshotSave:
         source: the name of the snapshot.
     """
 
+    reason: str | None = None
+    """Why it has failed."""
+    num_rollouts: int | None = None
+    """Live rollouts; None before the first pass."""
+
     def __init__(
         self, context: Context, view: IndexView, catalog: Catalog, store: ObjectStore, source: SnapshotSource
     ) -> None:
         self._context, self._view, self._catalog = context, view, catalog
-        self._store, self._source = store, source
+        self._store, self.source = store, source
         self.writer = SnapshotWriter(store, source.prefix)
-        self.num_rollouts: int | None = None
-        """Live rollouts; None before the first pass."""
         self._damaged: set[int] = set()
         """Positions of the rollouts that are left out."""
 
@@ -115,71 +99,92 @@ class SnapshotSave:
         position = 0
         # each pass is shorter than the one before, unless rollouts arrive faster than the store takes them
         for left in reversed(range(MAX_PASSES)):
-            captured = _capture(await self._view.catch_up())
-            due = await self._due(captured, since=position)
-            position = captured.log_position
-            self.num_rollouts = len(captured.positions)
+            live, end = await self._live()
+            due = await self._due(live, since=position, until=end)
+            position = end
+            self.num_rollouts = len(live)
             async for at, payload in self._payloads(due, is_last=False):
                 await self.writer.add(at, payload)
             await self.writer.flush()
             async with self._context.mutation_lock:
-                live = _capture(await self._view.catch_up())
-                due = await self._due(live, since=position)
+                live, end = await self._live()
+                due = await self._due(live, since=position, until=end)
                 # little is left: read under the lock, so that all of it is of one position
-                if int(due.num_bytes.sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
+                if int(due["num_bytes"].sum()) <= (LITTLE_BYTES if left else HELD_BYTES):
                     rest = [found async for found in self._payloads(due, is_last=True)]
-                    base, num_prompts = await self._manifest_base(), len(self._catalog.ids)
+                    run, lineages, publications = await self._read_run(end)
+                    num_prompts = len(self._catalog.ids)
                     break
         else:
             raise UnavailableError(
-                f"rollouts arrive faster than the store takes them: {int(due.num_bytes.sum())} bytes are unwritten "
+                f"rollouts arrive faster than the store takes them: {int(due['num_bytes'].sum())} bytes are unwritten "
                 f"after {MAX_PASSES} passes; save again while fewer are pushed"
             )
         # written without the lock: a push that must evict waits for it, and a store can be slow
         for at, payload in rest:
             await self.writer.add(at, payload)
         await self.writer.flush()
-        live = live.only(~np.isin(live.positions, np.array(sorted(self._damaged), dtype=np.uint64)))
-        self.num_rollouts = len(live.positions)
+        live = live[~np.isin(live["position"], np.array(sorted(self._damaged), dtype=np.uint64))]
+        self.num_rollouts = len(live)
         places = self.writer.places()
         # written by an earlier pass, and evicted since
-        places = places[np.isin(places["position"], live.positions)]
-        assert len(places) == len(live.positions), "every live rollout that can be read was written"
-        tables = [
-            await self.writer.put("live", number, "msgpack", [encode_places(places[at : at + ROWS_PER_TABLE])])
-            for number, at in enumerate(range(0, len(places), ROWS_PER_TABLE))
-        ]
-        prompts = await self._prompts(num_prompts)
-        manifest = base.model_copy(
-            update={
-                "log_position": live.log_position,
-                "marks": _join(base.marks, live),
-                "num_scored": int((live.statuses == SCORED).sum()),
-                "num_pending": int((live.statuses == PENDING).sum()),
-                "num_failed": int((live.statuses == FAILED).sum()),
-                "start_params_sha256": await in_thread(self._start_params),
-                "rollouts": self.writer.objects,
-                "live": tables,
-                "prompts": prompts,
-            }
+        places = places[np.isin(places["position"], live["position"])]
+        assert len(places) == len(live), "every live rollout that can be read was written"
+        manifest = SnapshotManifest(
+            run=self._context.run,
+            name=self.source.name,
+            log_position=end,
+            created_at_s=self._context.clock(),
+            tba_version=tba.__version__,
+            storage_format=FORMAT,
+            lineage=run.lineage,
+            step=run.step,
+            latest_version=run.latest_version,
+            lineages=lineages,
+            marks=publications,
+            num_scored=int((live["status"] == SCORED).sum()),
+            num_pending=int((live["status"] == PENDING).sum()),
+            num_failed=int((live["status"] == FAILED).sum()),
+            num_prompts=num_prompts,
+            policy_temperature=self._context.recipe.model.policy_temperature,
+            start_params_sha256=await in_thread(self._start_params),
+            rollouts=self.writer.objects,
+            live=[
+                await self.writer.put("live", number, "msgpack", [encode_places(places[at : at + ROWS_PER_TABLE])])
+                for number, at in enumerate(range(0, len(places), ROWS_PER_TABLE))
+            ],
+            prompts=await self._prompts(num_prompts),
         )
-        await self._finish(manifest)
+        # a newer owner may have evicted meanwhile what this snapshot says is live
+        await self._context.epoch.check()
+        data = encode_snapshot_manifest(manifest)
+        try:
+            await in_thread(lambda: self._store.put(self.source.manifest_key, data, create_only=True))
+        except ObjectExistsError:
+            raise taken(self.source) from None
         return manifest
 
     def _delete_leftovers(self) -> None:
         # an interrupted attempt leaves objects that no manifest names
-        keys = self._store.list(self._source.prefix)
-        if self._source.manifest_key in keys:
-            raise _taken(self._source)
+        keys = self._store.list(self.source.prefix)
+        if self.source.manifest_key in keys:
+            raise taken(self.source)
         for key in keys:
             self._store.delete(key)
 
-    async def _due(self, captured: _Captured, *, since: int) -> _Captured:
+    async def _live(self) -> tuple[Live, int]:
+        """Return what is live now, and the log position of that moment."""
+        index = await self._view.catch_up()
+        rows = index.live_rows()
+        live = np.zeros(len(rows), dtype=LIVE_DTYPE)
+        for name in LIVE_DTYPE.names or ():
+            live[name] = index.column(name, rows)
+        return live, index.position
+
+    async def _due(self, live: Live, *, since: int, until: int) -> Live:
         """Return the live rollouts that were pushed or scored again after the log position `since`."""
-        again = (
-            await self._rescored(after=since, until=captured.log_position) if since else np.zeros(0, dtype=np.uint64)
-        )
-        return captured.only((captured.positions > since) | np.isin(captured.positions, again))
+        again = await self._rescored(after=since, until=until) if since else np.zeros(0, dtype=np.uint64)
+        return live[(live["position"] > since) | np.isin(live["position"], again)]
 
     async def _rescored(self, *, after: int, until: int) -> NDArray[np.uint64]:
         """Return the positions of the rollouts that log entries in (after, until] gave a new reward."""
@@ -202,14 +207,14 @@ class SnapshotSave:
                 after = int(entry_id.split(b"-")[0])
         return np.concatenate(found)
 
-    async def _payloads(self, due: _Captured, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
+    async def _payloads(self, due: Live, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
         """Yield positions and payloads, without those that were evicted since `due` was captured."""
-        for rows in _read_sizes(due.num_bytes):
-            ids = [rollout_id.tobytes() for rollout_id in due.rollout_ids[rows]]
+        for rows in _read_sizes(due["num_bytes"]):
+            ids = [rollout_id.tobytes() for rollout_id in due["rollout_id"][rows]]
             with redis_errors("read rollouts"):
                 payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
             readable = await in_thread(lambda ids=ids, payloads=payloads: self._readable(ids, payloads))
-            for position, payload, is_good in zip(due.positions[rows].tolist(), payloads, readable, strict=True):
+            for position, payload, is_good in zip(due["position"][rows].tolist(), payloads, readable, strict=True):
                 # a damaged payload is left out; an evicted one is no part of the snapshot any more
                 if is_good:
                     yield position, payload
@@ -232,8 +237,8 @@ class SnapshotSave:
             found.append(isinstance(item, Rollout) and self._catalog.find(item.prompt_id) is not None)
         return found
 
-    async def _manifest_base(self) -> SnapshotManifest:
-        """Return the manifest without objects: everything that is saved except rollouts and prompts."""
+    async def _read_run(self, end: int) -> tuple[RunHash, dict[int, SavedLineage], list[SavedPublication]]:
+        """Return the run, its lineages, and its publications up to the log position `end`."""
         context, keys = self._context, self._context.keys
         with redis_errors("read the run"):
             async with context.redis.pipeline(transaction=True) as pipe:
@@ -241,31 +246,13 @@ class SnapshotSave:
                 pipe.hgetall(keys.lineages)
                 pipe.hgetall(keys.announced)
                 raw, lineages, announced = await pipe.execute()
-        run = RunHash(context, raw)
-        publications = [
-            SavedPublication(position=int(at), version=version.decode()) for version, at in announced.items()
-        ]
-        return SnapshotManifest(
-            run=context.run,
-            name=self._source.name,
-            log_position=0,
-            created_at_s=context.clock(),
-            tba_version=tba.__version__,
-            storage_format=FORMAT,
-            lineage=run.lineage,
-            step=run.step,
-            latest_version=run.latest_version,
-            lineages={int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
-            marks=publications,
-            num_scored=0,
-            num_pending=0,
-            num_failed=0,
-            num_prompts=len(self._catalog.ids),
-            policy_temperature=context.recipe.model.policy_temperature,
-            start_params_sha256=None,
-            rollouts=[],
-            live=[],
-            prompts=[],
+        # Redis keeps them by version; the index has the newest ones, also those of a version that was announced twice
+        known = {(int(at), version.decode()) for version, at in announced.items()}
+        known |= {(each.position, str(each.version)) for each in self._view.index.publications}
+        return (
+            RunHash(context, raw),
+            {int(number): SavedLineage.model_validate_json(text) for number, text in lineages.items()},
+            [SavedPublication(position=at, version=version) for at, version in sorted(known) if at <= end],
         )
 
     async def _prompts(self, num_prompts: int) -> list[StoredObject]:
@@ -291,36 +278,6 @@ class SnapshotSave:
         except MalformedError as error:
             raise ConflictError(f"the snapshot cannot say which model this run starts from: {error}") from None
 
-    async def _finish(self, manifest: SnapshotManifest) -> None:
-        # a newer owner may have evicted meanwhile what this snapshot says is live
-        await self._context.epoch.check()
-        try:
-            await in_thread(
-                lambda: self._store.put(self._source.manifest_key, encode_snapshot_manifest(manifest), create_only=True)
-            )
-        except ObjectExistsError:
-            raise _taken(self._source) from None
-
-
-def _capture(index: Index) -> _Captured:
-    rows = index.live_rows()
-    return _Captured(
-        log_position=index.position,
-        positions=index.column("position", rows).astype(np.uint64),
-        rollout_ids=index.column("rollout_id", rows),
-        num_bytes=index.column("num_bytes", rows),
-        statuses=index.column("status", rows),
-        publications=tuple(
-            SavedPublication(position=each.position, version=str(each.version)) for each in index.publications
-        ),
-    )
-
-
-def _join(announced: list[SavedPublication], live: _Captured) -> list[SavedPublication]:
-    """Join the publications that Redis keeps by version and the newest ones of the index, up to the saved position."""
-    known = {(each.position, each.version): each for each in (*announced, *live.publications)}
-    return [known[key] for key in sorted(known) if key[0] <= live.log_position]
-
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
     """Yield runs of rows to read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
@@ -332,5 +289,6 @@ def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
         at = end
 
 
-def _taken(source: SnapshotSource) -> ConflictError:
+def taken(source: SnapshotSource) -> ConflictError:
+    """Return the error of a name that is taken."""
     return ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")

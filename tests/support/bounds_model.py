@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tba_buffer.eviction.policies import EvictionSettings
-
+from tba.config.sections import BufferSection
 from tba.versions import START, LineageTree, PolicyVersion
 
 
@@ -29,7 +28,7 @@ class Stored:
 
 
 def plan(
-    live: list[Stored], settings: EvictionSettings, tree: LineageTree, now: PolicyVersion | None
+    live: list[Stored], settings: BufferSection, tree: LineageTree, now: PolicyVersion | None
 ) -> list[tuple[str, list[Stored]]]:
     """(reason, rollouts) of what must go, of fewer than EXACT_BELOW rollouts by ascending position."""
     left = list(live)

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from tba_buffer.eviction import evictor
-from tba_buffer.eviction.policies import EvictionSettings
 from tba_buffer.index.log import CHANGE_DTYPE, STATUS_CODES
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, VersionRequest
 from tba.config import Recipe
+from tba.config.sections import BufferSection
 from tba.errors import BusyError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Batch, Rollout, VersionSpan, decode_batch, encode_rollout
@@ -70,7 +70,7 @@ bounds = st.fixed_dictionaries(
 class Model:
     """The expected content of the buffer."""
 
-    bounds: EvictionSettings
+    bounds: BufferSection
     live: list[Stored] = field(default_factory=list)
     rollouts: dict[bytes, Rollout] = field(default_factory=dict)
     """The live rollouts as stored now, by id."""
@@ -144,7 +144,7 @@ class History:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.model = Model(EvictionSettings.of(recipe))
+        self.model = Model(recipe.buffer)
         self.buffer: Buffer
         self.lineage: LineageReply
         self.open: Batch | None = None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from tba_buffer.eviction import near_duplicates
 from tba_buffer.eviction.near_duplicates import Candidate, NearDuplicateSearch, find_losers, to_codes
-from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlanner, EvictionSettings
+from tba_buffer.eviction.policies import MOST_SLACK_ROLLOUTS, SLACK, EvictionPlanner
 from tba_buffer.index.log import (
     CHANGE_DTYPE,
     RECORD_DTYPE,
@@ -40,13 +39,17 @@ from tests.support.buffer import make_recipe
 
 TREE = LineageTree({1: START, 2: PolicyVersion(1, 10), 3: PolicyVersion(1, 4)})
 REASONS = ("duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes")
-ANY = EvictionSettings(max_rollouts=10**9, max_bytes=10**15)
+
+
+def limits(**values: Any) -> BufferSection:
+    """Limits that a recipe may be too small for."""
+    return BufferSection.model_construct(**{"max_rollouts": 10**9, "max_bytes": 10**15, **values})
 
 
 class Run:
     """An index, its planner, and the same as a list."""
 
-    def __init__(self, bound_settings: EvictionSettings) -> None:
+    def __init__(self, bound_settings: BufferSection) -> None:
         self.settings = bound_settings
         self.index = Index(IndexSettings.of(make_recipe()))
         self.planner = EvictionPlanner(bound_settings)
@@ -112,7 +115,7 @@ rollout_values = st.fixed_dictionaries(
     ).map(lambda kind: {**values, "status": kind[0], "reward": kind[1]})
 )
 bound_settings = st.builds(
-    EvictionSettings,
+    BufferSection.model_construct,
     max_rollouts=st.integers(3, 12),
     max_bytes=st.integers(300, 1500),
     max_rollouts_per_prompt=st.none() | st.integers(2, 5),
@@ -129,7 +132,7 @@ steps = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(chosen=bound_settings, history=st.lists(steps, max_size=15))
-def test_every_plan_is_that_of_the_model(chosen: EvictionSettings, history: list[tuple[str, object]]) -> None:
+def test_every_plan_is_that_of_the_model(chosen: BufferSection, history: list[tuple[str, object]]) -> None:
     run, now = Run(chosen), START
     for name, argument in history:
         match name, argument:
@@ -147,7 +150,7 @@ def test_every_plan_is_that_of_the_model(chosen: EvictionSettings, history: list
 
 def test_one_enforcement_of_a_large_cap_serves_many_pushes() -> None:
     cap = 64 * 32
-    run = Run(replace(ANY, max_rollouts=cap))
+    run = Run(limits(max_rollouts=cap))
     run.add(*({} for _ in range(cap)))
     assert run.plan() == []
     run.add({})
@@ -161,8 +164,8 @@ def test_a_very_large_cap_is_undercut_by_few_rollouts_in_the_order_of_arrival() 
     records["rollout_id"] = np.arange(2 * num, dtype="<u8").view("V16")
     records["num_bytes"] = 100
     for settings_, reason in (
-        (replace(ANY, max_rollouts=num - 1), "max_rollouts"),
-        (replace(ANY, max_bytes=100 * (num - 1)), "max_bytes"),
+        (limits(max_rollouts=num - 1), "max_rollouts"),
+        (limits(max_bytes=100 * (num - 1)), "max_bytes"),
     ):
         run = Run(settings_)
         run.index.apply(RolloutsAdded(1, records))
@@ -173,7 +176,7 @@ def test_a_very_large_cap_is_undercut_by_few_rollouts_in_the_order_of_arrival() 
 
 
 def test_policy_age_follows_the_active_lineage() -> None:
-    run = Run(replace(ANY, max_policy_age_steps=5))
+    run = Run(limits(max_policy_age_steps=5))
     for version in (START, PolicyVersion(1, 3), PolicyVersion(1, 8), PolicyVersion(2, 12)):
         run.add({"version": version})
     assert run.enforce(PolicyVersion(1, 5)) == {}
@@ -193,7 +196,7 @@ def test_a_plan_for_which_no_age_is_due_asks_for_no_age() -> None:
             self.asked += 1
             return super().policy_age(rollout, trainer)
 
-    tree, run = CountingTree(TREE.parents), Run(replace(ANY, max_policy_age_steps=100))
+    tree, run = CountingTree(TREE.parents), Run(limits(max_policy_age_steps=100))
     run.add(*({"version": PolicyVersion(1, step)} for step in range(50)))
     run.planner.plan(run.index, tree, PolicyVersion(1, 50))
     asked = tree.asked
@@ -208,13 +211,13 @@ def test_a_plan_for_which_no_age_is_due_asks_for_no_age() -> None:
 
 
 def test_an_unknown_place_of_the_trainer_evicts_nothing_for_its_age() -> None:
-    run = Run(replace(ANY, max_policy_age_steps=0))
+    run = Run(limits(max_policy_age_steps=0))
     run.add({"version": START})
     assert run.plan(now=None) == []
 
 
 def test_equal_tokens_of_other_prompts_and_unhashed_ones_stay() -> None:
-    run = Run(replace(ANY, deduplicate=True))
+    run = Run(limits(deduplicate=True))
     run.add({"tokens": 7}, {"tokens": 7, "prompt": 1}, {"tokens": 0}, {"tokens": 0}, {"tokens": 7})
     assert run.enforce() == {"duplicate_tokens": [1]}
     run.add({"tokens": 7}, {"tokens": 8}, {"tokens": 7, "prompt": 1})
@@ -222,7 +225,7 @@ def test_equal_tokens_of_other_prompts_and_unhashed_ones_stay() -> None:
 
 
 def test_a_prompt_with_very_many_rollouts_costs_no_more_per_push() -> None:
-    run = Run(replace(ANY, deduplicate=True))
+    run = Run(limits(deduplicate=True))
     tokens = iter(range(1, 10**9))
     for _ in range(20):
         run.add(*({"tokens": next(tokens)} for _ in range(500)))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tba.concurrency import SingleFlight
 from tba.versions import PolicyVersion
 from tba_buffer.eviction.near_duplicates import NO_POSITIONS, NearDuplicateSearch
-from tba_buffer.eviction.policies import EvictionPlanner, EvictionSettings
+from tba_buffer.eviction.policies import EvictionPlanner
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.run.lineage import Lineages
@@ -44,9 +44,9 @@ class Evictor:
         self._view = view
         self._lineages = lineages
         self._run_state = run_state
-        self._settings = EvictionSettings.of(context.recipe)
+        self._settings = context.recipe.buffer
         self._planner = EvictionPlanner(self._settings)
-        share = context.recipe.buffer.near_duplicate_share
+        share = self._settings.near_duplicate_share
         self._near_duplicates = None if share is None else NearDuplicateSearch(context, share)
         self._enforcement = SingleFlight(self._enforce, context.mutation_lock)
         self._most: Amount = np.array([self._settings.max_rollouts, self._settings.max_bytes])
@@ -91,13 +91,20 @@ class Evictor:
         stored: Amount = np.array([index.num_live, index.payload_bytes])
         try:
             rows = index.rows_at(near.astype("<u8"))  # rows may have other numbers by now; positions stay
-            accepted_by = self._context.losses.accepted_by
             plan = self._planner.plan(index, self._lineages.tree, now, rows[rows >= 0])
-            calls = [
-                _arguments(index, reason, rows[first : first + ROLLOUTS_PER_CALL], accepted_by)
-                for reason, rows in plan
-                for first in range(0, len(rows), ROLLOUTS_PER_CALL)
-            ]
+            calls: list[dict[str, str | bytes]] = []
+            for reason, rows in plan:
+                for first in range(0, len(rows), ROLLOUTS_PER_CALL):
+                    part = rows[first : first + ROLLOUTS_PER_CALL]
+                    calls.append(
+                        {
+                            "reason": reason,
+                            "ids": b"".join(index.rollout_ids(part)),
+                            "positions": index.column("position", part).astype("<u8").tobytes(),
+                            # the last acceptance of a loss when this was planned
+                            "accepted_by": self._context.losses.accepted_by,
+                        }
+                    )
             # nothing may be awaited between the plan and here: rows get other numbers when the index moves on
             self._kept = stored - sum(_amount(index, rows) for _, rows in plan)
             self._added = self._added - before
@@ -132,14 +139,3 @@ class Evictor:
 
 def _amount(index: Index, rows: Rows) -> Amount:
     return np.array([len(rows), index.column("num_bytes", rows).sum(dtype=np.int64)])
-
-
-def _arguments(index: Index, reason: str, rows: Rows, accepted_by: bytes) -> dict[str, str | bytes]:
-    """Return the arguments of evict.lua for some rows of the index as it is now.
-
-    Args:
-        accepted_by: the last acceptance of a loss when this was planned.
-    """
-    positions = index.column("position", rows).astype("<u8").tobytes()
-    ids = b"".join(index.rollout_ids(rows))
-    return {"reason": reason, "ids": ids, "positions": positions, "accepted_by": accepted_by}

@@ -15,11 +15,9 @@ what the others have left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from tba.config import Recipe
+from tba.config.sections import BufferSection
 from tba.versions import LineageTree, PolicyVersion
 from tba_buffer.index.rollout_index import Index, Rows
 
@@ -29,26 +27,14 @@ MOST_SLACK_ROLLOUTS = 2048
 NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class EvictionSettings:
-    """The limits of a recipe's `[buffer]` section."""
-
-    max_rollouts: int
-    max_bytes: int
-    max_rollouts_per_prompt: int | None = None
-    max_policy_age_steps: int | None = None
-    deduplicate: bool = False
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> EvictionSettings:
-        """Return the limits that a recipe asks for."""
-        return cls(**{name: getattr(recipe.buffer, name) for name in cls.__slots__})
-
-
 class EvictionPlanner:
-    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes."""
+    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes.
 
-    def __init__(self, settings: EvictionSettings) -> None:
+    Args:
+        settings: the limits.
+    """
+
+    def __init__(self, settings: BufferSection) -> None:
         self._settings = settings
         self._index: Index | None = None
         self._forget()

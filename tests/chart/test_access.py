@@ -16,7 +16,7 @@ from tests.support.chart import (
     Rendering,
     each_file,
     needs_helm,
-    render,
+    quickstart,
     render_file,
 )
 from tests.support.secrets_seen import SEEN, Seen, secrets_of_kubernetes, store_seen, tokens_seen
@@ -127,23 +127,6 @@ def peers(rules: list[dict[str, Any]] | None, side: str) -> set[tuple[str, int |
     return found
 
 
-def test_what_the_quickstart_may_reach() -> None:
-    found = policies(render_file(QUICKSTART))
-    egress = {component: peers(spec["egress"], "to") for component, spec in found.items()}
-    assert egress["searcher"] == {("buffer", 8700), ("reward", 8701), ("objectstore", 9000)}
-    assert egress["trainer"] == {("buffer", 8700), ("objectstore", 9000)}
-    assert egress["reward"] == set()
-    assert egress["redis"] == egress["objectstore"] == set()
-    api = {("192.0.2.10/32", 443), ("192.0.2.10/32", 6443)}  # and no other address
-    itself = ("buffer", 8700)  # tba status and tba doctor in its pod
-    assert egress["buffer"] == {("redis", 6379), ("reward", 8701), ("objectstore", 9000), itself, *api}
-    ingress = {component: peers(spec["ingress"], "from") for component, spec in found.items()}
-    assert ingress["redis"] == {("buffer", 6379)}
-    assert ingress["searcher"] == ingress["trainer"] == ingress["setup"] == set()
-    assert ingress["buffer"] == {(who, 8700) for who in ("searcher", "trainer", "setup", "test", "buffer")}
-    assert ingress["reward"] == {(who, 8701) for who in ("searcher", "buffer", "setup", "test")}
-
-
 @each_file(BARE)
 def test_every_way_out_is_a_way_in_on_the_other_side(path: Path) -> None:
     found = policies(render_file(path))
@@ -172,11 +155,6 @@ OUTSIDE = (
     f"{NO_KEYS},store.endpointUrl=https://s3.example:8443,redis.enabled=false,redis.external.url=redis://r.example"
 )
 HOLDERS = {"buffer", "searcher", "trainer", "setup"}
-
-
-def quickstart(*words: str) -> Rendering:
-    """The quickstart with more values."""
-    return render("-f", str(QUICKSTART), *(part for word in words for part in ("--set", word)))
 
 
 def test_pods_without_keys_reach_where_their_service_account_gets_some() -> None:

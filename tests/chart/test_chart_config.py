@@ -5,20 +5,14 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from tba.config import Recipe, load_recipe
-from tests.support.chart import BARE, EXTERNAL, NODES, QUICKSTART, Pod, each_file, needs_helm, render_file
+from tests.support.chart import BARE, EXTERNAL, NODES, QUICKSTART, Pod, each_file, environment, needs_helm, render_file
 
 pytestmark = needs_helm
 OF_TBA = {"buffer", "reward", "searcher", "trainer", "setup"}
 SECRETS = {"TBA_BUFFER__REDIS_URL": "rediss://:secret@redis.example:6380/0"}
 """The content of a Secret."""
-
-
-def environment(container: dict[str, Any]) -> dict[str, str]:
-    """Return the environment that the container sees."""
-    return {entry["name"]: entry.get("value", SECRETS.get(entry["name"], "of-a-secret")) for entry in container["env"]}
 
 
 def recipe_text(path: Path, *more: str) -> str:
@@ -31,7 +25,7 @@ def recipe_of(path: Path, component: str, folder: Path, *more: str) -> Recipe:
     file = folder / "recipe.toml"
     file.write_text(recipe_text(path, *more))
     pod = render_file(path, *more).pod(component)
-    return load_recipe(file, environ=environment(pod.spec["containers"][0]))
+    return load_recipe(file, environ=environment(pod, SECRETS))
 
 
 def test_searchers_alone_share_a_cache_of_weights(tmp_path: Path) -> None:
@@ -51,19 +45,18 @@ def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
     read = Counter()
     for pod in render_file(path).pods():
         if pod.component in OF_TBA:
-            for container in pod.containers:
-                recipe = load_recipe(file, environ=environment(container))
-                assert recipe.run.name == tomllib.loads(file.read_text())["run"]["name"]
-                assert recipe.store.url.startswith("s3://")
-                read[pod.component] += 1
+            recipe = load_recipe(file, environ=environment(pod, SECRETS))
+            assert recipe.run.name == tomllib.loads(file.read_text())["run"]["name"]
+            assert recipe.store.url.startswith("s3://")
+            read[pod.component] += 1
     assert OF_TBA - {"setup"} <= read.keys()
 
 
 def test_values_of_the_user_come_before_those_of_the_chart(tmp_path: Path) -> None:
     made = render_file(EXTERNAL)
     assert recipe_of(EXTERNAL, "buffer", tmp_path).buffer.lease_s == 90
-    assert environment(made.pod("trainer").spec["containers"][0])["HTTPS_PROXY"] == "http://proxy:3128"
-    assert environment(made.pod("searcher").spec["containers"][0])["HTTPS_PROXY"] == "http://other:3128"
+    assert environment(made.pod("trainer"))["HTTPS_PROXY"] == "http://proxy:3128"
+    assert environment(made.pod("searcher"))["HTTPS_PROXY"] == "http://other:3128"
     again = recipe_of(
         QUICKSTART, "buffer", tmp_path, "--set-string", "extraEnv[0].name=TBA_BUFFER__PORT,extraEnv[0].value=9"
     )
@@ -98,8 +91,7 @@ def test_only_the_buffer_may_scale(tmp_path: Path) -> None:
     for path in (EXTERNAL, BARE):
         assert recipe_of(path, "buffer", tmp_path).scaling.backend == "none"
         # said outright: a recipe that names a backend would have the buffer ask an API that it may not use
-        container = render_file(path).pod("buffer").spec["containers"][0]
-        assert environment(container)["TBA_SCALING__BACKEND"] == "none"
+        assert environment(render_file(path).pod("buffer"))["TBA_SCALING__BACKEND"] == "none"
 
 
 @each_file()

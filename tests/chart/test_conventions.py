@@ -9,7 +9,18 @@ import pytest
 import yaml
 
 from tests.chart.test_access import peers, policies
-from tests.support.chart import CHART, NAMESPACE, OLDEST, QUICKSTART, REGISTRY, Rendering, helm, needs_helm, render
+from tests.support.chart import (
+    CHART,
+    NAMESPACE,
+    OLDEST,
+    QUICKSTART,
+    REGISTRY,
+    Rendering,
+    helm,
+    needs_helm,
+    quickstart,
+    render,
+)
 from tests.support.installed_objects import cluster_with
 from tests.support.kube_schemas import problems
 
@@ -53,9 +64,7 @@ def test_the_controller_reaches_the_buffer_alone(peer: dict[str, Any], tmp_path:
     (rule,) = found["buffer"]["ingress"]
     assert {"namespaceSelector": peer} in rule["from"]
     assert "namespaces" not in {who for who, _ in peers(found["reward"]["ingress"], "from")}
-    assert "namespaces" not in {
-        who for who, _ in peers(policies(render("-f", str(QUICKSTART)))["buffer"]["ingress"], "from")
-    }
+    assert "namespaces" not in {who for who, _ in peers(policies(quickstart())["buffer"]["ingress"], "from")}
 
 
 def notes(tmp_path: Path, *words: str) -> str:

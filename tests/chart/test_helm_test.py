@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +12,18 @@ import pytest
 from tests.integration.conftest import redis, serve_buffer
 from tests.support.buffer import make_prompts, make_recipe, start_lineage, write_recipe
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.chart import load_script
 from tests.support.redis_process import free_port
 from tests.support.reward_process import reward_of
 
 __all__ = ["redis", "serve_buffer"]
-SCRIPT = Path(__file__).parents[2] / "charts/tba/files/helm_test.py"
 TOKENS = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The file that the chart puts into the pod."""
-    spec = importlib.util.spec_from_file_location("helm_test", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("helm_test")
 
 
 @pytest.fixture(scope="module")

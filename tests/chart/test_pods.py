@@ -12,7 +12,17 @@ import pytest
 import yaml
 from tba_trainer.loop.status import ALIVE_FILE_VARIABLE
 
-from tests.support.chart import CHART, NODES, QUICKSTART, Pod, each_file, needs_helm, render, render_file
+from tests.support.chart import (
+    CHART,
+    NODES,
+    QUICKSTART,
+    each_file,
+    environment,
+    needs_helm,
+    quickstart,
+    render,
+    render_file,
+)
 
 pytestmark = needs_helm
 PODS = ("buffer", "reward", "searcher", "trainer")
@@ -108,15 +118,10 @@ def test_gpus_and_shared_memory_are_asked_for(tmp_path: Path) -> None:
     assert str(ranks["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == "2"
 
 
-def environment(pod: Pod) -> dict[str, str]:
-    """Values of the first container's environment."""
-    return {entry["name"]: entry.get("value", "") for entry in pod.spec["containers"][0]["env"]}
-
-
 def test_several_processes_are_started_by_torchrun() -> None:
     one = render_file(QUICKSTART).pod("trainer").spec["containers"][0]
     assert "command" not in one
-    several = render("-f", str(QUICKSTART), "--set", "trainer.gpu.count=4")
+    several = quickstart("trainer.gpu.count=4")
     command = several.pod("trainer").spec["containers"][0]["command"]
     assert command[:4] == ["python", "-m", "tba_trainer.distributed.launch", "4"]
     nodes = render_file(NODES)

@@ -11,13 +11,12 @@ from tests.support.chart import (
     NAMESPACE,
     NEWEST,
     OLDEST,
-    QUICKSTART,
     REGISTRY,
     SEARCHERS,
     arguments,
     helm,
     needs_helm,
-    render,
+    quickstart,
     render_file,
 )
 from tests.support.installed_objects import cluster_with
@@ -51,8 +50,8 @@ def test_the_peers_of_the_run_can_be_named() -> None:
 def test_the_run_lets_them_in_where_its_values_say() -> None:
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "spot"}}}
     sets = "networkPolicy.searchersFrom[0].namespaceSelector.matchLabels.kubernetes\\.io/metadata\\.name=spot"
-    made = render("-f", str(QUICKSTART), "--set", sets)
-    closed = render("-f", str(QUICKSTART))
+    made = quickstart(sets)
+    closed = quickstart()
     for component in ("buffer", "reward", "objectstore"):
         (rule,) = made.one("NetworkPolicy", f"t-{component}")["spec"]["ingress"]
         assert peer in rule["from"], component

@@ -6,31 +6,24 @@ from pathlib import Path
 
 from tba.config import Recipe, load_recipe
 from tests.chart.test_access import peers, policies
-from tests.chart.test_chart_config import environment
-from tests.support.chart import CHART, Rendering, needs_helm, render
+from tests.support.chart import Rendering, environment, needs_helm, quickstart
 from tests.support.kube_schemas import problems
 
 pytestmark = needs_helm
-QUICKSTART = ("-f", str(CHART / "values-cpu-quickstart.yaml"))
 CLAIM = "searcher.openai.weights.volume.persistentVolumeClaim.claimName=weights"
 ONE = f"searcher.replicas=1,searcher.openai.url=http://vllm.lab:8000,{CLAIM}"
 TOKEN = "searcher.openai.token.existingSecret=server"
 BESIDE = "searcher.openai.url=http://localhost:8000,searcher.openai.weights.volume.emptyDir.sizeLimit=9Gi"
 
 
-def made_with(*words: str) -> Rendering:
-    """The quickstart with more values."""
-    return render(*QUICKSTART, *(part for word in words for part in ("--set", word)))
-
-
 def read(made: Rendering, component: str, folder: Path) -> Recipe:
     """The recipe as a component reads it."""
     (folder / "recipe.toml").write_text(made.one("ConfigMap", "t-recipe")["data"]["recipe.toml"])
-    return load_recipe(folder / "recipe.toml", environ=environment(made.pod(component).spec["containers"][0]))
+    return load_recipe(folder / "recipe.toml", environ=environment(made.pod(component)))
 
 
 def test_a_searcher_samples_in_the_server_and_every_component_knows_it(tmp_path: Path) -> None:
-    made = made_with(ONE, TOKEN, "searcher.openai.weights.pathAtServer=/mnt/tba")
+    made = quickstart(ONE, TOKEN, "searcher.openai.weights.pathAtServer=/mnt/tba")
     for component in ("buffer", "searcher", "trainer", "setup"):
         recipe = read(made, component, tmp_path)
         assert (recipe.searcher.engine, recipe.searcher.openai.url) == ("openai", "http://vllm.lab:8000")
@@ -50,8 +43,8 @@ def test_a_searcher_samples_in_the_server_and_every_component_knows_it(tmp_path:
 
 
 def test_the_buffer_starts_no_second_searcher_for_one_server(tmp_path: Path) -> None:
-    assert read(made_with(ONE), "buffer", tmp_path).shared_server == "http://vllm.lab:8000"
-    made = made_with(BESIDE, "searcher.replicas=3")
+    assert read(quickstart(ONE), "buffer", tmp_path).shared_server == "http://vllm.lab:8000"
+    made = quickstart(BESIDE, "searcher.replicas=3")
     recipe = read(made, "buffer", tmp_path)
     assert (recipe.shared_server, recipe.scaling.num_searchers) == (None, 3)
     strategy = made.one("Deployment", "t-searcher")["spec"]["strategy"]
@@ -59,12 +52,12 @@ def test_the_buffer_starts_no_second_searcher_for_one_server(tmp_path: Path) -> 
 
 
 def test_searchers_and_nobody_else_reach_the_server() -> None:
-    found = policies(made_with(ONE, "networkPolicy.openai.to[0].podSelector.matchLabels.app=vllm"))
+    found = policies(quickstart(ONE, "networkPolicy.openai.to[0].podSelector.matchLabels.app=vllm"))
     rules = [(name, rule) for name, spec in found.items() for rule in spec["egress"] or []]
     reaches = {name for name, rule in rules if rule["ports"][0]["port"] == 8000}
     assert reaches == {"searcher"}
-    service = policies(made_with(ONE, "searcher.openai.url=http://vllm.lab", "networkPolicy.openai.ports={80,8000}"))
+    service = policies(quickstart(ONE, "searcher.openai.url=http://vllm.lab", "networkPolicy.openai.ports={80,8000}"))
     assert {("namespaces", 80), ("namespaces", 8000)} <= peers(service["searcher"]["egress"], "to")
     anywhere = {("0.0.0.0/0", 8000), ("::/0", 8000), ("namespaces", 8000)}
-    assert anywhere <= peers(policies(made_with(ONE))["searcher"]["egress"], "to")
-    assert not anywhere & peers(policies(made_with(BESIDE))["searcher"]["egress"], "to")
+    assert anywhere <= peers(policies(quickstart(ONE))["searcher"]["egress"], "to")
+    assert not anywhere & peers(policies(quickstart(BESIDE))["searcher"]["egress"], "to")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import ssl
 import threading
@@ -14,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.certificates import make_certificate
-from tests.support.chart import CHART, QUICKSTART, needs_helm, render_file
+from tests.support.chart import CHART, QUICKSTART, load_script, needs_helm, render_file
 
 SCRIPT = CHART / "files" / "stop_trainer.py"
 JOB = "t-trainer-0123abcd"
@@ -90,11 +89,7 @@ class Answer(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """The file that the chart puts into the pod."""
-    spec = importlib.util.spec_from_file_location("stop_trainer", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("stop_trainer")
     vars(module)["PAUSE_S"] = 0.01
     return module
 

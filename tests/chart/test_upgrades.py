@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.chart import (
-    CHART,
-    KUBERNETES_API,
-    NAMESPACE,
-    NODES,
-    QUICKSTART,
-    REGISTRY,
-    Rendering,
-    helm,
-    needs_helm,
-    render_file,
-)
+from tests.support.chart import CHART, NODES, QUICKSTART, Rendering, needs_helm, render_file, template
 
 pytestmark = needs_helm
 RESTARTED = ("Deployment", "StatefulSet")
@@ -38,19 +27,7 @@ def test_a_newer_chart_that_changes_nothing_restarts_nothing(tmp_path: Path) -> 
     shutil.copytree(CHART, copy)
     chart = copy / "Chart.yaml"
     chart.write_text(re.sub(r"(?m)^version: .*$", "version: 9.9.9", chart.read_text()))
-    done = helm(
-        "template",
-        "t",
-        str(copy),
-        "--namespace",
-        NAMESPACE,
-        "--kube-version",
-        "1.37.0",
-        "-f",
-        str(QUICKSTART),
-        *KUBERNETES_API,
-        *REGISTRY,
-    )
+    done = template("-f", str(QUICKSTART), chart=copy)
     assert done.returncode == 0, done.stderr
     newer = Rendering([x for x in yaml.safe_load_all(done.stdout) if x])
     older = render_file(QUICKSTART)
@@ -97,8 +74,7 @@ def test_what_cannot_be_changed_later_stays_the_same() -> None:
 @pytest.mark.parametrize("path", [QUICKSTART, NODES], ids=lambda path: path.stem)
 def test_the_longest_name_of_a_release_fits(path: Path) -> None:
     release = "r" * 53
-    args = ("-f", str(path), *KUBERNETES_API, *REGISTRY, "--kube-version", "1.37.0")
-    done = helm("template", release, str(CHART), "--namespace", NAMESPACE, *args)
+    done = template("-f", str(path), release=release)
     assert done.returncode == 0, done.stderr
     for found in yaml.safe_load_all(done.stdout):
         if not found:

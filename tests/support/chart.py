@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -102,13 +104,15 @@ def helm(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(HELM), *args], capture_output=True, text=True, timeout=120)
 
 
-def template(*args: str, kube: str = NEWEST, release: str = RELEASE) -> subprocess.CompletedProcess[str]:
+def template(
+    *args: str, kube: str = NEWEST, release: str = RELEASE, chart: Path = CHART
+) -> subprocess.CompletedProcess[str]:
     """`helm template` as on a cluster of this version that knows the operators' kinds."""
     apis = [part for api in API_VERSIONS for part in ("--api-versions", api)]
     return helm(
         "template",
         release,
-        str(CHART),
+        str(chart),
         "--namespace",
         NAMESPACE,
         "--kube-version",
@@ -138,6 +142,29 @@ def render(*args: str, kube: str = NEWEST) -> Rendering:
 def render_file(path: Path, *more: str, kube: str = NEWEST) -> Rendering:
     """With a file of values."""
     return render(*arguments(path), *more, kube=kube)
+
+
+def quickstart(*values: str) -> Rendering:
+    """The quickstart with more values, each as `--set` takes it."""
+    return render("-f", str(QUICKSTART), *(part for value in values for part in ("--set", value)))
+
+
+def environment(pod: Pod, secrets: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of the first container; `secrets`: values of variables that come from a Secret."""
+    found, known = {}, secrets or {}
+    for entry in pod.spec["containers"][0]["env"]:
+        found[entry["name"]] = entry.get("value", known.get(entry["name"], "of-a-secret"))
+    return found
+
+
+def load_script(name: str) -> ModuleType:
+    """A program of charts/tba/files, as a module."""
+    spec = importlib.util.spec_from_file_location(name, CHART / "files" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def arguments(path: Path) -> tuple[str, ...]:

@@ -8,8 +8,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from tba.api import BatchRequest, LeaseRequest, RollbackRequest, RunCommand
-from tba.errors import BusyError, ConflictError, FencedError, UnauthorizedError
+from tba.api import (
+    BatchRequest,
+    EvalRequest,
+    LeaseRequest,
+    RescoreRequest,
+    RollbackRequest,
+    RunCommand,
+    ScaleRequest,
+    SettingsRequest,
+)
+from tba.config import parse_live
+from tba.errors import BusyError, ConflictError, FencedError, NotFoundError, UnauthorizedError
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
@@ -24,9 +34,11 @@ TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "
 def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     clients = {role: buffer.client(token=token) for role, token in TOKENS.items()}
+    change = SettingsRequest(settings=parse_live({"beta": 1}), token="stale")
     calls = {
         "upload": (lambda c: c.upload_prompts(make_prompts(2)), {"operator"}),
         "pause": (lambda c: c.command("pause", RunCommand(token="stale")), {"operator", "trainer"}),
+        "change settings": (lambda c: c.change_settings(change), {"operator", "trainer"}),
         "resume": (lambda c: c.command("resume", RunCommand()), {"operator"}),
         "lineage": (lambda c: start_lineage(c), {"trainer"}),
         "draw": (
@@ -41,6 +53,12 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
         "lease": (lambda c: c.lease(LeaseRequest(searcher_id="s", max_leases=1)), {"searcher"}),
         "stats": (lambda c: c.stats(), {"viewer", "operator", "trainer"}),
         "curves": (lambda c: c.curves(), {"viewer", "operator", "trainer"}),
+        "settings": (lambda c: c.settings(), {"viewer", "operator", "trainer"}),
+        "scaling": (lambda c: c.scaling(), {"viewer", "operator", "trainer"}),
+        "scale": (lambda c: c.scale(ScaleRequest(num_searchers=1)), {"operator"}),
+        "start to rescore": (lambda c: c.start_rescore(RescoreRequest()), {"operator"}),
+        "rescore": (lambda c: c.rescore(), {"viewer", "operator"}),
+        "evaluate": (lambda c: c.request_eval(EvalRequest(version="0-0", token="stale")), {"operator", "trainer"}),
         "prompts": (lambda c: c.list_prompts(), {"viewer", "operator"}),
         "prompt": (lambda c: c.get_prompt("train-0"), {"viewer", "operator"}),
         "ledger": (lambda c: c.ledger(), {"viewer", "operator", "trainer"}),
@@ -51,7 +69,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             try:
                 call(client)
                 passed = True
-            except (FencedError, BusyError, ConflictError):
+            except (FencedError, BusyError, ConflictError, NotFoundError):
                 passed = True
             except UnauthorizedError:
                 passed = False

@@ -12,7 +12,7 @@ from tba_buffer.scoring.reward_service import SCORE_MAX_ROLLOUTS
 
 from tba.api import BatchRequest, RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
-from tba.errors import BadRequestError, ConflictError, NotFoundError, UnauthorizedError
+from tba.errors import BadRequestError, ConflictError, NotFoundError
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
 from tests.support.buffer_fixtures import ServeBuffer
@@ -337,17 +337,3 @@ def test_a_killed_buffer_or_redis_continues_where_it_was_and_every_rollout_count
     finally:
         release.set()
         stack.stop()
-
-
-def test_roles(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
-    tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
-    buffer = serve_buffer(tokens=tokens, **sections(reward))
-    clients = {role: buffer.client(token=token) for role, token in tokens.items()}
-    for role in ("searcher", "trainer", "viewer"):
-        with pytest.raises(UnauthorizedError):
-            clients[role].start_rescore(ALL)
-    clients["operator"].start_rescore(ALL)
-    assert finished(clients["viewer"]).num_total == 0
-    for role in ("searcher", "trainer"):
-        with pytest.raises(UnauthorizedError):
-            clients[role].rescore()

@@ -151,22 +151,6 @@ def test_an_offline_run_gets_no_searchers(serve_buffer: ServeBuffer) -> None:
         scale(client, 3)
 
 
-def test_operators_scale_and_viewers_look(serve_buffer: ServeBuffer) -> None:
-    served = serve_buffer(scaling=LOCAL, tokens=TOKENS)
-    for role, token in TOKENS.items():
-        client = served.client(token=token)
-        if role == "operator":
-            assert scale(client, 3).desired == 3
-        else:
-            with pytest.raises(UnauthorizedError):
-                scale(client, 4)
-        if role == "searcher":
-            with pytest.raises(UnauthorizedError):
-                client.scaling()
-        else:
-            assert client.scaling().searchers.desired in (2, 3)
-
-
 def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:
     served = serve_buffer(tokens=TOKENS)
     base = {"component_id": "x", "run": "test", "state": "s", "version": None, "wait": None}
@@ -219,8 +203,3 @@ def test_the_run_may_be_over(serve_buffer: ServeBuffer) -> None:
     lineage = start_lineage(client)
     client.command("done", RunCommand(token=lineage.token))
     assert scale(client, 3).desired == 3  # for a trainer that continues with the run
-
-
-def test_too_many_searchers_are_a_bad_request_for_the_client(serve_buffer: ServeBuffer) -> None:
-    with pytest.raises(BadRequestError, match="ask for fewer, or raise that setting"):
-        scale(serve_buffer(scaling=LOCAL).client(), 9)

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tba_buffer.prompts.evaluation_summary import (
     EvaluationUnit,
     StoredEval,
@@ -226,3 +227,21 @@ def test_an_evaluation_of_which_too_much_is_unknown_is_not_compared(metric: str,
 def test_impossible_settings_are_refused_with_a_sentence(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EvalSection.model_validate(changes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rewards": [1e308, 1e308]},
+        {"rewards": [-1e16, 1.0]},
+        {"num_response_tokens": [2**80, 1]},
+        {"num_response_tokens": [-1, 1]},
+        {"num_wrong": 10**10},
+        {"num_raised": 10**10},
+        {"distinct_1": 1e308},
+        {"embedding_distance": -1e308},
+    ],
+)
+def test_a_result_with_a_huge_number_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        unit_results(**fields)

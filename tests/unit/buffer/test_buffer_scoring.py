@@ -45,12 +45,16 @@ def scores(client: Client, responses: Sequence[str]) -> list[Score]:
 
 
 def test_rewards_and_errors_stay_in_order() -> None:
-    assert scores(Client(), ["", "bad_data", "timeout", ""]) == [
+    found = scores(Client(), ["", "bad_data", "timeout", "unreachable", ""])
+    assert found == [
         Score(reward=0.0, version="v"),
         Score(reason="bad_data: why"),
-        Score(reason="timeout: why", is_transient=True),
-        Score(reward=3.0, version="v"),
+        Score(reason="timeout: why"),
+        Score(reason="unreachable: why"),
+        Score(reward=4.0, version="v"),
     ]
+    assert [score.is_transient for score in found] == [False, False, True, False, False]
+    assert [score.is_away for score in found] == [False, False, False, True, False]
 
 
 def test_a_request_that_is_refused_is_sent_in_halves() -> None:

@@ -31,12 +31,6 @@ class Evictor:
     """Plans with an index that is level with the log, and deletes in Redis.
 
     One enforcement serves all pushes that wait for one.
-
-    Args:
-        context: Redis and settings.
-        view: the index.
-        lineages: for policy ages.
-        run_state: says where the trainer stands.
     """
 
     def __init__(self, context: Context, view: IndexView, lineages: Lineages, run_state: RunStateReader) -> None:

@@ -42,7 +42,6 @@ class NearDuplicateSearch:
     """Finds near duplicates. It remembers the tokens of the stored rollouts and which of them it has compared.
 
     Args:
-        context: Redis.
         share: the distance below which two responses are near, as a share of the sum of their lengths.
     """
 

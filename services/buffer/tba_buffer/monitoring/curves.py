@@ -156,12 +156,7 @@ def thin(values: Floats, num_per_point: int) -> list[float | None]:
 
 
 class CurvesReader:
-    """Reads the metrics of the steps.
-
-    Args:
-        context: Redis and settings.
-        lineages: say which steps are abandoned.
-    """
+    """Reads the metrics of the steps."""
 
     def __init__(self, context: Context, lineages: Lineages) -> None:
         self._context, self._lineages = context, lineages

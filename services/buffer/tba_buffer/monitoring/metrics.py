@@ -64,11 +64,6 @@ class Metrics(Collector):
     """The metrics of the run.
 
     Args:
-        registry: where they are registered.
-        stats: the counts.
-        components: who is alive, and who waits.
-        catalog: the prompts.
-        run_state: the state of the run.
         searchers_desired: the desired number of searchers in a state of the run; None: not known here.
         durability_problem: why Redis could lose what it acknowledges, or None.
         loss: what Redis has lost of what was acknowledged, while that is not accepted.
@@ -315,11 +310,7 @@ def shown_waits(waits: Counter[str]) -> dict[str, int]:
 
 
 class RequestTimes:
-    """ASGI middleware: times and results of the requests in TIMED, by operation. A draw's time includes its long poll.
-
-    Args:
-        registry: where the metrics are registered.
-    """
+    """ASGI middleware: times and results of the requests in TIMED. The time of a draw includes its long poll."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self.app = app

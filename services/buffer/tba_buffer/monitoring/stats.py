@@ -146,13 +146,7 @@ class Detail:
 
 
 class StatsReader:
-    """Reads the counts of the run.
-
-    Args:
-        context: Redis and settings.
-        catalog: the prompts.
-        view: the index.
-    """
+    """Reads the counts of the run."""
 
     def __init__(self, context: Context, *, catalog: Catalog, view: IndexView) -> None:
         self._context = context

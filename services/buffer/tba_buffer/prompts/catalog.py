@@ -160,7 +160,6 @@ class VisitOrder:
     """Turns a cursor into the visits from there on: the same for the same cursor, seed, prompts and index.
 
     Args:
-        catalog: the prompts.
         recipe: gives the seed, and says how visits choose prompts (`data.selection`).
     """
 

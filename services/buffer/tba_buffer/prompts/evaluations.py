@@ -38,13 +38,7 @@ from tba_buffer.storage.redis_client import redis_errors
 
 
 class Evaluations:
-    """The evaluations of the run.
-
-    Args:
-        context: Redis and settings.
-        catalog: holds the held-out prompts.
-        lineages: say which versions the run has abandoned.
-    """
+    """The evaluations of the run."""
 
     def __init__(self, context: Context, catalog: Catalog, lineages: Lineages) -> None:
         self._context = context

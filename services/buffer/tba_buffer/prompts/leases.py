@@ -46,14 +46,7 @@ async def _never() -> bool:
 
 
 class Leases:
-    """Leases visits and evaluation units to searchers.
-
-    Args:
-        context: Redis and settings.
-        catalog: the prompts.
-        evaluations: the evaluations.
-        run_state: the state of the run and the counts of flow control.
-    """
+    """Leases visits and evaluation units to searchers."""
 
     def __init__(
         self, context: Context, *, catalog: Catalog, evaluations: Evaluations, run_state: RunStateReader

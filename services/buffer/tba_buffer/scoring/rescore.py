@@ -33,15 +33,7 @@ log = get_logger("rescore")
 
 
 class RescoreJobs:
-    """The re-scoring jobs of the run: the one that runs, or the last one.
-
-    Args:
-        context: Redis and settings.
-        catalog: names the tasks.
-        view: the index.
-        scorer: scores rollouts and stores the outcomes.
-        reward: the connection to the reward service.
-    """
+    """The re-scoring jobs of the run: the one that runs, or the last one."""
 
     def __init__(
         self, context: Context, *, catalog: Catalog, view: IndexView, scorer: RolloutScorer, reward: RewardConnection

@@ -55,10 +55,6 @@ class RewardUnavailableError(Exception):
 class RewardConnection:
     """Asks the reward service, one request at a time.
 
-    Args:
-        context: the recipe.
-        components: shows the wait.
-
     Raises:
         ConfigError: the tokens file is wrong.
     """
@@ -77,7 +73,8 @@ class RewardConnection:
             recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=self._attempt_s
         )
         self._quick = RewardClient(recipe.reward_url, token=token, ca_file=ca_file, retry_s=0.0, timeout_s=QUICK_S)
-        self._max_request_size = self._request_size = SCORE_MAX_ROLLOUTS
+        self.request_size = SCORE_MAX_ROLLOUTS
+        """How many completions the next request may hold."""
         self._pause_s = MIN_PAUSE_S
         self._held: HeldWait | None = None
         self._wait, self._scorer_wait = ExitStack(), ExitStack()
@@ -87,11 +84,6 @@ class RewardConnection:
         """Why the last attempt failed; None after an answer."""
         self.num_parked = 0
         """Rollouts that still wait for an answer while others get theirs: the wait continues for them."""
-
-    @property
-    def request_size(self) -> int:
-        """How many completions the next request may hold."""
-        return self._request_size
 
     @property
     def wait(self) -> WaitInfo | None:
@@ -155,7 +147,7 @@ class RewardConnection:
             log.warning("reward_unavailable", detail=str(error))
         self.problem = str(error)
         # a slow reward may be unable to answer many completions in time: smaller requests get through
-        self._request_size = max(1, self._request_size // 2)
+        self.request_size = max(1, self.request_size // 2)
         # a busy service says itself when to come again
         if isinstance(error, BusyError):
             return RewardUnavailableError(self.problem, min(error.retry_after_s, MAX_PAUSE_S))
@@ -182,7 +174,7 @@ class RewardConnection:
         if self.problem is not None:
             log.info("reward_available")
         self.problem, self._pause_s = None, MIN_PAUSE_S
-        self._request_size = min(self._request_size + max(1, self._request_size // 4), self._max_request_size)
+        self.request_size = min(self.request_size + max(1, self.request_size // 4), SCORE_MAX_ROLLOUTS)
         if not self.num_parked:
             self._held = None
             self._wait.close()

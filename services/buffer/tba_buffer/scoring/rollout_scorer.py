@@ -48,10 +48,17 @@ class Score:
     parts: Mapping[str, float] | None = None
     """The scores that make up the reward."""
     reason: str = ""
-    is_transient: bool = False
-    """Whether the reason may have been chance: ask again at once."""
-    is_away: bool = False
-    """Whether the scorer was away: ask again later."""
+    """Of an error of the service, its word and after a colon its detail."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the scorer was away: ask again later."""
+        return self.reason.partition(":")[0] in AWAY_REASONS
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the reason may have been chance: ask again at once."""
+        return not self.is_away and self.reason.partition(":")[0] in TRANSIENT_REASONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +80,7 @@ class ScoredRollout:
 
 
 class RolloutScorer:
-    """Scores stored rollouts.
-
-    Args:
-        context: Redis and settings.
-        catalog: names the prompts.
-        view: the index.
-        reward: the connection to the reward service.
-        evictor: keeps the limits when new payloads are larger.
-    """
+    """Scores stored rollouts."""
 
     def __init__(
         self, context: Context, *, catalog: Catalog, view: IndexView, reward: RewardConnection, evictor: Evictor
@@ -299,10 +298,7 @@ def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Sco
             version = result.reward_version or "unknown"
             scores.append(Score(reward=result.reward, version=version, parts=result.parts))
         else:
-            reason = f"{result.error.reason}: {result.error.detail}"
-            is_away = result.error.reason in AWAY_REASONS
-            is_transient = not is_away and result.error.reason in TRANSIENT_REASONS
-            scores.append(Score(reason=reason, is_transient=is_transient, is_away=is_away))
+            scores.append(Score(reason=f"{result.error.reason}: {result.error.detail}"))
     return scores
 
 

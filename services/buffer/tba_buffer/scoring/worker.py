@@ -29,15 +29,7 @@ log = get_logger("scorer")
 
 
 class ScoringWorker:
-    """The background task.
-
-    Args:
-        context: Redis and settings.
-        view: the index.
-        scorer: scores rollouts and stores the outcomes.
-        rescore_jobs: the re-scoring job.
-        reward: the connection to the reward service; closed by `stop`.
-    """
+    """The background task."""
 
     def __init__(
         self,

@@ -37,16 +37,7 @@ log = get_logger("snapshots")
 
 
 class SnapshotJobs:
-    """Saves snapshots of this run, and loads the one it begins with.
-
-    Args:
-        context: Redis and settings.
-        view: the index.
-        catalog: the prompts.
-        lineages: the lineage table.
-        evictor: evicts what a load brings too much.
-        components: shows the waits.
-    """
+    """Saves snapshots of this run, and loads the one it begins with."""
 
     def __init__(
         self,

@@ -68,7 +68,6 @@ class SnapshotLoad:
     """One load of a snapshot.
 
     Args:
-        evictor: evicts when the snapshot holds more than this run may store.
         request: which snapshot, and the version to fork from, if any.
     """
 

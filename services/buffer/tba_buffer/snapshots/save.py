@@ -65,13 +65,7 @@ Live = NDArray[np.void]
 
 
 class SnapshotSave:
-    """One attempt to save one snapshot.
-
-    Args:
-        view: the index.
-        catalog: the prompts.
-        source: the name of the snapshot.
-    """
+    """One attempt to save one snapshot."""
 
     reason: str | None = None
     """Why it has failed."""

@@ -66,12 +66,7 @@ def decode_places(data: bytes) -> NDArray[np.void]:
 
 
 class SnapshotWriter:
-    """The objects of one attempt to save a snapshot.
-
-    Args:
-        store: the object store.
-        prefix: the keys begin with it.
-    """
+    """The objects of one attempt to save a snapshot."""
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -86,11 +81,7 @@ class SnapshotWriter:
         self.num_bytes = 0
 
     async def add(self, position: int, payload: bytes) -> None:
-        """Write one rollout; the same position again replaces it.
-
-        Raises:
-            StoreError
-        """
+        """Write one rollout; the same position again replaces it."""
         # a payload is never split: one that is larger than an object has an object of its own
         if self._parts and self._num_part_bytes + len(payload) > OBJECT_BYTES:
             await self.flush()
@@ -101,11 +92,7 @@ class SnapshotWriter:
         self.num_bytes += len(payload)
 
     async def flush(self) -> None:
-        """Store the rollouts that are not stored yet.
-
-        Raises:
-            StoreError
-        """
+        """Store the rollouts that are not stored yet."""
         if not self._parts:
             return
         self.objects.append(await self.put("rollouts", len(self.objects), "msgpack", self._parts))
@@ -120,11 +107,7 @@ class SnapshotWriter:
         return every[::-1][first]
 
     async def put(self, kind: str, number: int, suffix: str, parts: Sequence[bytes]) -> StoredObject:
-        """Store one object.
-
-        Raises:
-            StoreError
-        """
+        """Store one object."""
         data = b"".join(parts)
         name = f"{kind}-{self._attempt}-{number:05}.{suffix}"
         key = self._prefix + name

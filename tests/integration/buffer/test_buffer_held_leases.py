@@ -78,12 +78,6 @@ def answer_after(buffer: BufferThread, act: Callable[[], object], **changes) -> 
         return reply
 
 
-def test_a_held_request_gets_the_room_of_the_next_draw(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
-    assert len(answer_after(buffer, lambda: draw(client, lineage, 1)).leases) == 2
-
-
 def test_a_held_request_waits_for_as_many_visits_as_it_asks_for(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling=FLOW)
     lineage = fill(client := buffer.client())

@@ -388,21 +388,6 @@ def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
 # ---- posterior selection --------------------------------------------------------------------------------------------
 
 
-def test_posterior_selection_visits_prompts_that_succeed_about_half_the_time(serve_buffer: ServeBuffer) -> None:
-    """30 hopeless, 30 mastered and 6 prompts in the middle, 16 scored rollouts each."""
-    client = serve_buffer(data={"selection": "posterior"}, buffer={"max_rollouts": 2000}).client()
-    client.upload_prompts([*make_prompts(0, 3), *make_prompts(66)])
-    start_lineage(client)
-    rewards = {number: [float(number >= 36 or (number >= 30 and i % 2)) for i in range(16)] for number in range(66)}
-    rollouts = [make_rollout(f"train-{number}", reward=reward) for number in range(66) for reward in rewards[number]]
-    for at in range(0, len(rollouts), 512):
-        client.push([encode_rollout(rollout) for rollout in rollouts[at : at + 512]])
-    leases = [item for _ in range(10) for item in lease(client, 10).leases]
-    in_the_middle = [item for item in leases if 30 <= int(item.prompt.prompt_id.split("-")[1]) < 36]
-    assert len(in_the_middle) > 60  # under uniform selection 9 of 100
-    assert [item.visit_id for item in leases] == [f"visit-{i // 66}-{i % 66}" for i in range(100)]
-
-
 def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serve_buffer: ServeBuffer) -> None:
     """The choice is a function of seed, cursor and index: a process that takes over chooses the same."""
     visits = []
@@ -421,9 +406,6 @@ def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serv
         leases += lease(client, 20).leases
         visits.append([(item.visit_id, item.prompt.prompt_id) for item in leases])
     assert visits[0] == visits[1]
-
-
-# ---- evaluations ----------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(

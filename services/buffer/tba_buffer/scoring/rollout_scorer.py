@@ -252,6 +252,7 @@ class RolloutScorer:
             kinds=[2 if item.is_damaged else int(item.is_first) for item in scored],
             job=job,
         )
+        self.retry_queue.remove([item.position for item in scored])
         self._context.notify_all()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:

@@ -48,6 +48,8 @@ AT_TIMES = {
     # when a request meets a new connection to Redis
     "tba/config/redis.py",
     "services/buffer/tba_buffer/run/data_loss.py",
+    # when a delta is tried again: one publication in `DeltaSettings.keyframe_interval`, where deltas do not pay
+    "tba/weights/delta.py",
     # when a draw has to wait for rollouts
     "tba/errors.py",
     "services/buffer/tba_buffer/run/components.py",

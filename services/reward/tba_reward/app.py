@@ -49,7 +49,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
         num_workers=section.num_workers,
         max_memory_bytes=WORKER_MEMORY_BYTES,
         start_timeout_s=WORKER_START_S,
-        on_loss=metrics.record_worker_loss,
+        on_loss=lambda cause: metrics.worker_losses.labels(cause).inc(),
     )
     tools = Tools(pool=pool, models=ModelPool())
     service = RewardService(

@@ -60,7 +60,7 @@ class ScoreCache:
                 found[key] = self._scores[key]
             else:
                 asked[key] = item
-        self._metrics.record_cache_hits(len(items) - len(asked))
+        self._metrics.cache_hits.inc(len(items) - len(asked))
         unknown = list(asked.items())
         # the scorer still gets all chunks at once; only what is kept comes in pieces
         chunks = [unknown[at : at + CHUNK_ITEMS] for at in range(0, len(unknown), CHUNK_ITEMS)]

@@ -42,11 +42,11 @@ class Metrics:
             buckets=_BUCKETS,
             registry=registry,
         )
-        self._hits = Counter(
+        self.cache_hits = Counter(
             "tba_reward_cache_hits", "Items whose score was known, or that came twice in a request", registry=registry
         )
         self.pending = Gauge("tba_reward_pending", "Completions in work or waiting for a scorer", registry=registry)
-        self._worker_losses = Counter(
+        self.worker_losses = Counter(
             "tba_reward_worker_losses",
             "Worker processes that were killed at a deadline or died, and were replaced",
             ["cause"],
@@ -67,11 +67,3 @@ class Metrics:
         for result, number in Tally(results).items():
             self._scores.labels(task, scorer, result).inc(number)
         self._scorer_seconds.labels(task, scorer).observe(elapsed_s)
-
-    def record_worker_loss(self, cause: str) -> None:
-        """Count a worker that was killed at a deadline (too_slow, timeout) or died (crashed, out_of_memory)."""
-        self._worker_losses.labels(cause).inc()
-
-    def record_cache_hits(self, number: int) -> None:
-        """Count items that no scorer had to be asked for."""
-        self._hits.inc(number)

@@ -18,6 +18,8 @@ from tba_reward.process_pool.job import WorkerRule
 from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import Failure, Item, Outcome
 
+from tests.support.reward_scorers import verdict
+
 RULE = WorkerRule(function="tests.support.reward_faults:misbehave")
 COUNT = "tests.support.reward_faults:num_loaded"
 MEMORY_BYTES = 1 << 30
@@ -50,8 +52,8 @@ def item(response: str, **data: Any) -> Item:
     return Item(prompt="", response=response, data=data)
 
 
-def reasons(outcomes: list[Outcome]) -> list[str | None]:
-    return [outcome.reason if isinstance(outcome, Failure) else None for outcome in outcomes]
+def verdicts(outcomes: list[Outcome]) -> list[float | str]:
+    return [verdict(outcome) for outcome in outcomes]
 
 
 async def until(what: str, condition: Callable[[], bool]) -> None:
@@ -94,8 +96,7 @@ async def test_every_way_to_fail_has_its_reason_and_the_others_are_scored(
     pool: WorkerPool, how: str, reason: str | None, detail: str
 ) -> None:
     outcomes = await pool.score(RULE, [item("fine"), item(how), *[item("fine")] * 20], LONG_S)
-    assert reasons(outcomes) == [None, reason, *[None] * 20]
-    assert [outcome for outcome in outcomes if not isinstance(outcome, Failure)] == [0.5] * (22 - (reason is not None))
+    assert verdicts(outcomes) == [0.5, reason or 0.5, *[0.5] * 20]
     if isinstance(failure := outcomes[1], Failure):
         assert failure.detail == detail
 
@@ -107,9 +108,7 @@ async def test_one_that_hangs_is_killed_at_its_deadline_and_what_was_behind_it_i
     pids = tmp_path / "pids"
     items = [item("fine"), item("hang", pid_file=str(pids)), *[item("fine")] * 50, item("hang", pid_file=str(pids))]
     outcomes = await pool.score(RULE, items, 0.5)
-    assert reasons(outcomes) == [None, "too_slow", *[None] * 50, "too_slow"]
-    assert isinstance(outcomes[1], Failure)
-    assert outcomes[1].detail.startswith("no result after 0.5 s of CPU time, ")
+    assert verdicts(outcomes) == [0.5, "too_slow", *[0.5] * 50, "too_slow"]
     assert losses == ["too_slow"] * 2
     hung = [int(pid) for pid in pids.read_text().split()]
     await until("they are gone", lambda: not any(map(is_running, hung)))
@@ -173,12 +172,12 @@ async def test_a_prompt_that_hangs_again_and_again_fails_without_a_worker_until_
     bad = [Item(prompt="bad", response="sleep", data={"for_s": 10 * LONG_S})] * 10
     losses.clear()
     outcomes = await pool.score(rule, [*bad, *[item("fine")] * 10], 0.5)
-    assert reasons(outcomes) == ["timeout"] * 10 + [None] * 10
+    assert verdicts(outcomes) == ["timeout"] * 10 + [0.5] * 10
     details = [outcome.detail for outcome in outcomes if isinstance(outcome, Failure)]
     not_asked = [detail for detail in details if detail == "not asked: the last 2 responses to 'bad' hung"]
     assert 0 < len(not_asked) <= 8
     losses.clear()
-    assert reasons(await pool.score(rule, bad, 0.5)) == ["timeout"] * 10
+    assert verdicts(await pool.score(rule, bad, 0.5)) == ["timeout"] * 10
     assert not losses, "none of them was asked"
     pool._hung.clear()  # as after HUNG_S
     monkeypatch.setattr("tba_reward.process_pool.pool.WALL_SLACK_S", LONG_S)
@@ -218,7 +217,7 @@ async def test_an_item_that_was_only_in_the_way_of_a_crash_is_scored_by_another_
 
 async def test_an_item_that_cannot_be_sent_is_malformed(pool: WorkerPool) -> None:
     items = [item("\udc80"), item("fine"), item("fine", number=object()), item("fine", big=10**400)]
-    assert reasons(await pool.score(RULE, items, LONG_S)) == ["malformed", None, "malformed", None]
+    assert verdicts(await pool.score(RULE, items, LONG_S)) == ["malformed", 0.5, "malformed", 0.5]
 
 
 async def test_each_worker_loads_a_rule_once_and_before_its_first_item(pool: WorkerPool) -> None:
@@ -269,19 +268,19 @@ async def test_a_rule_that_hangs_while_it_is_loaded_has_a_deadline_of_its_own(tm
     )
     await pool.prepare(rule)
     assert pool.health(rule) == f"{RULE.function} was not loaded within 2 s"
-    assert reasons(await pool.score(rule, [item("fine")], LONG_S)) == ["exception"]
+    assert verdicts(await pool.score(rule, [item("fine")], LONG_S)) == ["exception"]
     await pool.close()
 
 
 async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(pool: WorkerPool) -> None:
-    expected = {"fine": None, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "too_slow"}
+    expected = {"fine": 0.5, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "too_slow"}
     draw = random.Random(1)
     batches = [draw.choices(list(expected), weights=[80, 10, 5, 5, 0], k=60) for _ in range(5)]
     for batch in batches[:3]:
         batch[draw.randrange(60)] = "hang"
     scored = await asyncio.gather(*(pool.score(RULE, [item(how) for how in batch], 0.5) for batch in batches))
     for batch, outcomes in zip(batches, scored, strict=True):
-        assert reasons(outcomes) == [expected[how] for how in batch]
+        assert verdicts(outcomes) == [expected[how] for how in batch]
 
 
 async def test_the_spare_worker_takes_the_place_of_a_killed_one_at_once(tmp_path: Path) -> None:
@@ -292,7 +291,7 @@ async def test_the_spare_worker_takes_the_place_of_a_killed_one_at_once(tmp_path
     await until("the spare is warm", lambda: [worker.loaded for worker in pool._workers] == [{0}] * 2)
     task = asyncio.create_task(pool.score(rule, [item("hang"), item("fine")], 0.5))
     async with asyncio.timeout(3.0):
-        assert reasons(await task) == ["too_slow", None]
+        assert verdicts(await task) == ["too_slow", 0.5]
     await pool.close()
 
 
@@ -331,6 +330,6 @@ async def test_a_pool_that_is_closed_leaves_no_process_and_no_item_without_an_an
     task = asyncio.create_task(pool.score(RULE, [item("hang", pid_file=str(pid_file))] * 3, LONG_S))
     await until("it hangs", lambda: pid_file.exists() and bool(pid_file.read_text()))
     await pool.close()
-    assert reasons(await task) == ["unreachable"] * 3, "nothing is wrong with the items: they may be asked again"
+    assert verdicts(await task) == ["unreachable"] * 3, "nothing is wrong with the items: they may be asked again"
     assert not is_running(int(pid_file.read_text()))
-    assert reasons(await pool.score(RULE, [item("fine")], LONG_S)) == ["unreachable"]
+    assert verdicts(await pool.score(RULE, [item("fine")], LONG_S)) == ["unreachable"]

@@ -83,11 +83,6 @@ class _CallThread(threading.Thread):
             thread.start()
         thread._calls.put(call)
 
-    @classmethod
-    def forget_idle(cls) -> None:
-        """Start new threads from now on."""
-        cls._idle.clear()
-
     def run(self) -> None:
         """Run calls until none came for a while."""
         while True:
@@ -105,7 +100,7 @@ class _CallThread(threading.Thread):
 
 
 # a forked child has none of these threads
-os.register_at_fork(after_in_child=_CallThread.forget_idle)
+os.register_at_fork(after_in_child=_CallThread._idle.clear)
 
 
 class SingleFlight:

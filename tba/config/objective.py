@@ -7,6 +7,7 @@ the buffer whether a live change of beta is possible. The formulas are in tba_tr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -119,17 +120,14 @@ BASELINES = tuple(name for name in PRESETS if name not in FAMILY)
 DEFAULT_RESET_STEPS = 50
 
 
-def _known_preset(preset: str) -> str:
-    plugins.check_name(preset, what="preset", builtin=tuple(PRESETS))
-    return preset
-
-
 class ObjectiveSection(StrictModel):
     """The objective (docs/algorithm.md). A key that is None has the value of the preset."""
 
-    preset: Annotated[str, AfterValidator(_known_preset), Field(json_schema_extra={"examples": [*PRESETS]})] = (
-        "tba_prime"
-    )
+    preset: Annotated[
+        str,
+        AfterValidator(partial(plugins.check_name, what="preset", builtin=tuple(PRESETS))),
+        Field(json_schema_extra={"examples": [*PRESETS]}),
+    ] = "tba_prime"
     """A name of the table in docs/algorithm.md, or an objective of your own: MODULE:NAME
     (docs/extending.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
@@ -234,8 +232,9 @@ class ObjectiveSection(StrictModel):
         if self.preset in FAMILY:
             return
         if self.anchor == "behaviour":
+            kind = "the objective" if self.is_custom else "the baseline"
             raise ValueError(
-                f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {self._kind} '
+                f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {kind} '
                 f"{self.preset} is to a reference: fixed or reset"
             )
         if self.anchor is not None and self.used_anchor is None:
@@ -251,10 +250,6 @@ class ObjectiveSection(StrictModel):
     def is_custom(self) -> bool:
         """Whether the preset is an objective of your own. What it reads is not known here: every setting may matter."""
         return self.preset not in PRESETS
-
-    @property
-    def _kind(self) -> str:
-        return "the objective" if self.is_custom else "the baseline"
 
     @property
     def parts(self) -> Parts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler, model_validator
@@ -119,19 +120,11 @@ def _at_most(most: float, what: str, schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _rate(schedule: Schedule) -> Schedule:
-    return _at_most(MAX_RATE, "a learning rate", schedule)
-
-
-def _coefficient(schedule: Schedule) -> Schedule:
-    return _at_most(MAX_COEFFICIENT, "a KL coefficient", schedule)
-
-
 Probability = Annotated[float, Field(ge=0, le=1)]
 """From 0 to 1."""
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 """From MIN_TEMPERATURE to MAX_TEMPERATURE."""
-LearningRate = Annotated[Schedule, AfterValidator(_rate)]
+LearningRate = Annotated[Schedule, AfterValidator(partial(_at_most, MAX_RATE, "a learning rate"))]
 """At most MAX_RATE."""
-KlCoefficient = Annotated[Schedule, AfterValidator(_coefficient)]
+KlCoefficient = Annotated[Schedule, AfterValidator(partial(_at_most, MAX_COEFFICIENT, "a KL coefficient"))]
 """At most MAX_COEFFICIENT."""

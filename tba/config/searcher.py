@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tba import plugins
-from tba.config.schedules import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature
+from tba.config.schedules import Temperature
 from tba.errors import ConfigError
 from tba.fields import BareUrl, StrictModel
 from tba.tls import is_loopback
@@ -107,15 +108,14 @@ class ScalingSection(StrictModel):
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=64)]
-TemperatureNumber = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 
 
 class TemperatureMix(StrictModel):
     """Every training rollout draws its own sampling temperature, uniformly (the red-teaming setup of the paper)."""
 
-    low: TemperatureNumber
+    low: Temperature
     """Lowest temperature."""
-    high: TemperatureNumber
+    high: Temperature
     """Highest temperature."""
 
     @model_validator(mode="after")
@@ -170,11 +170,11 @@ ENGINES = ("embedded", "vllm", "openai", "simulated")
 """The built-in names of `searcher.engine`."""
 VLLM_ENGINES = ("vllm", "openai")
 """Those in which vLLM samples."""
-
-
-def _known_engine(engine: str) -> str:
-    plugins.check_name(engine, what="engine", builtin=ENGINES)
-    return engine
+Engine = Annotated[
+    str,
+    AfterValidator(partial(plugins.check_name, what="engine", builtin=ENGINES)),
+    Field(json_schema_extra={"examples": [*ENGINES]}),
+]
 
 
 class SearcherSection(StrictModel):
@@ -183,9 +183,7 @@ class SearcherSection(StrictModel):
     num_searchers: int = Field(default=2, ge=0)
     """Searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`: without
     `samples_per_insert`, and without evaluations."""
-    engine: Annotated[str, AfterValidator(_known_engine), Field(json_schema_extra={"examples": [*ENGINES]})] = (
-        "embedded"
-    )
+    engine: Engine = "embedded"
     """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
     `openai`: a vLLM server that runs already. `simulated`: no model at all, for rehearsing a deployment. Or one of your
     own: MODULE:NAME (docs/extending.md)."""

@@ -28,11 +28,11 @@ ROUTE = {
     "generation": "SearcherLoop._engine_task EngineThread._call.<locals>.work",
     "score": "Delivery.score_forever RewardClient.score build_app.<locals>.score RewardService.score "
     "RewardService._score_task RewardComponent.score InlineScorer._score_chunk",
-    "push": "Delivery.push_forever BufferClient.push push_router.<locals>.push IndexView.catch_up",
-    "draw": "Prefetcher._poll BufferClient.draw_batch batches_router.<locals>.draw_batch",
+    "push": "Delivery.push_forever BufferClient.push training_router.<locals>.push IndexView.catch_up",
+    "draw": "Prefetcher._poll BufferClient.draw_batch training_router.<locals>.draw_batch",
     "gradient": "TrainingLoop._one_step",
-    "ack": "TrainingLoop._ack batches_router.<locals>.ack",
-    "publication": "WeightSnapshotWriter.take Publisher._publish lineages_router.<locals>.announce_version",
+    "ack": "TrainingLoop._ack training_router.<locals>.ack",
+    "publication": "WeightSnapshotWriter.take Publisher._publish training_router.<locals>.announce_version",
     "weights": "VersionPulls.pull_forever WeightLoader.download swap_weights",
 }
 """Step of the route -> the functions with which it begins, in tasks, threads and handlers of requests."""

@@ -191,13 +191,6 @@ class DataSection(StrictModel):
     """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
     Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
 
-    def check_source(self) -> None:
-        """Refuse a section without exactly one source of prompts; called by the recipe."""
-        if sum(map(bool, (self.generator, self.path, self.sets))) != 1:
-            raise ValueError(
-                "data: give exactly one of `generator` (a built-in task), `path` (JSONL) and [[data.sets]] (data sets)"
-            )
-
     @property
     def source_name(self) -> str:
         """The name of the source, without the folders above it."""

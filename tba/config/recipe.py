@@ -73,7 +73,10 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        self.data.check_source()
+        if sum(map(bool, (self.data.generator, self.data.path, self.data.sets))) != 1:
+            raise ValueError(
+                "data: give exactly one of `generator` (a built-in task), `path` (JSONL) and [[data.sets]] (data sets)"
+            )
         if self.run.fork_version is not None and self.run.snapshot is None:
             raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
         # these rules are between sections: a section alone cannot know them

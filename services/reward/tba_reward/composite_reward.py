@@ -124,7 +124,8 @@ class RewardComponent:
         self._was_well = False
         self._raised: set[bytes] | None = set()
         """Different items that raised; None: one was scored, so that the scorer is not broken."""
-        self._broken: str | None = None
+        self.broken: str | None = None
+        """The error that it raises for every item."""
 
     @property
     def version(self) -> str:
@@ -134,17 +135,12 @@ class RewardComponent:
     @property
     def health(self) -> str:
         """`ok`, `idle` before it is first needed, or a sentence that says what is wrong."""
-        return self._problem or self._broken or self._scorer.health()
-
-    @property
-    def broken(self) -> str | None:
-        """The error that it raises for every item, or None."""
-        return self._broken
+        return self._problem or self.broken or self._scorer.health()
 
     @property
     def is_away(self) -> bool:
         """Whether the problem may pass and concerns no other task."""
-        if self.health == OK or not self._tried.is_set() or self._broken is not None:
+        if self.health == OK or not self._tried.is_set() or self.broken is not None:
             return False
         # an endpoint is away, or a process of models that was well is started again
         return isinstance(self.spec, HttpSpec) or (self._was_well and isinstance(self.spec, ModelScorerSpec))
@@ -218,14 +214,14 @@ class RewardComponent:
             return
         # one item that it scores, or abstains from, shows that it works
         if any(not isinstance(outcome, Failure) or outcome.reason == "abstained" for outcome in outcomes):
-            self._raised = self._broken = None
+            self._raised = self.broken = None
             return
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Failure) and outcome.reason == "exception" and len(self._raised) < BROKEN_ITEMS:
                 # by content: one bad item that is asked for again and again does not break a scorer
                 self._raised.add(content_key("", item))
                 if len(self._raised) == BROKEN_ITEMS:
-                    self._broken = f"it raised for each of the first {BROKEN_ITEMS} different items: {outcome.detail}"
+                    self.broken = f"it raised for each of the first {BROKEN_ITEMS} different items: {outcome.detail}"
                     log.error("scorer_broken", task=self.task, scorer=self.name, detail=outcome.detail)
 
     def _with_unreadable_score(self, outcome: Outcome) -> Outcome:

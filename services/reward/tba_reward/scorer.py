@@ -252,12 +252,7 @@ class InlineScorer:
     """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items."""
 
     def __init__(self, rule: Rule, params: Params, *, version: str) -> None:
-        self._rule, self._params, self._version = rule, params, version
-
-    @property
-    def version(self) -> str:
-        """The digest of rule and params."""
-        return self._version
+        self._rule, self._params, self.version = rule, params, version
 
     async def start(self) -> None:
         """Do nothing: there is nothing to load."""

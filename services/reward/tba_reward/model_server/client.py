@@ -102,14 +102,10 @@ class ModelProcess:
         self._settled = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._child: ChildProcess | None = None
-        self._digest = ""
+        self.digest = ""
+        """SHA-256 of the files of the models; empty until they were loaded. It does not change after that."""
         self._num_answers = 0
         """Answers of the present process."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the files of the models; empty until they were loaded. It does not change after that."""
-        return self._digest
 
     @property
     def pid(self) -> int | None:
@@ -209,11 +205,11 @@ class ModelProcess:
             raise ProcessDiedError(message.detail)
         assert isinstance(message, Loaded)
         # the digest is part of the version of scores, which is final once the scorer has started
-        if self._digest not in ("", message.digest):
+        if self.digest not in ("", message.digest):
             raise ProcessDiedError(
                 "the files of its models have changed since they were first loaded; restart the service"
             )
-        self._digest = message.digest
+        self.digest = message.digest
         self._state = "ready"
         self._settled.set()
         log.info("model_process", pid=child.pid, digest=message.digest, waiting=len(self._pending))

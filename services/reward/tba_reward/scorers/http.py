@@ -72,7 +72,8 @@ class HttpScorer:
     """
 
     def __init__(self, spec: HttpSpec, token: str | None) -> None:
-        self._spec, self._version = spec, version_of(spec, IMPLEMENTATION)
+        # a query of the URL stands for changes of the endpoint itself
+        self._spec, self.version = spec, version_of(spec, IMPLEMENTATION)
         self._url = without_secrets(spec.url)
         """For people: failures are stored, exported and shown."""
         self._target = parse_url(spec.url).request_uri
@@ -83,11 +84,6 @@ class HttpScorer:
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="http-scorer")
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._health = "the endpoint was not reached yet"
-
-    @property
-    def version(self) -> str:
-        """The digest of the settings; a query of the URL stands for changes of the endpoint itself."""
-        return self._version
 
     async def start(self) -> None:
         """Open and close a connection to see whether the endpoint listens."""

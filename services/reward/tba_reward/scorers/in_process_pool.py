@@ -36,13 +36,8 @@ class ProcessPoolScorer:
         check: WorkerRule | None = None,
     ) -> None:
         self._rule, self._pool, self._timeout_s, self._check = rule, pool, timeout_s, check
-        self._version, self._example = version, example
+        self.version, self._example = version, example
         self._example_health = "its example was not scored yet"
-
-    @property
-    def version(self) -> str:
-        """The digest of rule and params."""
-        return self._version
 
     async def start(self) -> None:
         """Prepare the rule, score the example."""

@@ -331,6 +331,33 @@ def test_a_follower_that_cannot_write_is_named_and_there_is_no_checkpoint(
     assert store_of(tmp_path).versions() == [PolicyVersion(1, 2)]
 
 
+def test_an_own_part_that_fails_while_the_followers_are_asked_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, asked = Pair(tmp_path, sections_of(1)), threading.Event()
+    gather = pair.gather
+
+    def refuse(_: str, path: Path) -> None:
+        if not path.is_relative_to(tmp_path / "follower"):
+            asked.wait(30)
+            raise StoreUnavailableError("the disk of the store is full")
+
+    def fail_meanwhile(data: bytes) -> list[bytes]:
+        asked.set()
+        until("the own part has failed", lambda: upload.error)
+        return gather(data)
+
+    at_put(monkeypatch, refuse)
+    rows = rows_of(pair.sections, Layout(0, 2))
+    upload = pair.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=True)
+    monkeypatch.setattr(pair, "gather", fail_meanwhile)
+    assert upload.wait(30.0)
+    assert isinstance(upload.error, StoreUnavailableError)
+    assert upload.key is None
+    assert store_of(tmp_path).versions() == []
+    assert pair.follower._jobs == {}
+
+
 def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path: Path) -> None:
     pair, version, jobs = Pair(tmp_path, sections_of(1)), "1-1", []
 

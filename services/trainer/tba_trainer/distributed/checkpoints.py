@@ -244,14 +244,16 @@ class Upload:
             pass
 
     def _collect(self) -> None:
-        if self.error is None:  # else of this process: the others need not finish
-            has_ended = self._replies.collect("reply", job=str(self.version))
-            self.error = self._replies.failure(_KINDS, StoreUnavailableError)
-            if self.error is None:
-                if has_ended:
-                    self._all_ended.set()
-                return
-        self.give_up()
+        if self.error is not None:  # of this process: the others need not finish
+            self.give_up()
+            return
+        has_ended = self._replies.collect("reply", job=str(self.version))
+        failure = self._replies.failure(_KINDS, StoreUnavailableError)
+        if failure is not None:  # never store None: the thread may have set `error` by now
+            self.error = failure
+            self.give_up()
+        elif has_ended:
+            self._all_ended.set()
 
     def _run(self, in_background: bool) -> None:
         if in_background:

@@ -27,8 +27,18 @@ def check_command(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("tba_cli.local") is not None:  # no image holds the launcher
         from tba_cli.local.reward_trial import try_scorers
     checks = RecipeChecks(recipe, offline=args.offline, try_scorers=try_scorers, file=Path(args.recipe))
+    results = []
     on_result = (lambda result: None) if args.json else print_result
-    results = run_checks(target, checks=checks.all(), timeout_s=checks.timeout_s, on_result=on_result)
+    first = [("prompts", checks.check_prompts)]
+    others = [
+        ("model", checks.check_model),
+        ("tokenizer", checks.check_tokenizer),
+        ("temperature", checks.check_temperature),
+        ("scorer", checks.check_scorers),
+    ]
+    # the prompts come first: the checks of tokenizer and scorers need them
+    for group in (first, others):
+        results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=on_result)
     num_wrong = sum(result.level == "fail" for result in results)
     if args.json:
         print(results_json(results))

@@ -79,7 +79,7 @@ def run_local(
     if (shared := in_both_splits(original, prompts)) is not None:
         console.result(f"warning: {shared}")
     if not resume and original.reward.tasks:  # the built-in tasks need no trial
-        try_scorers(original, lambda: prompts, http=True).check()
+        try_scorers(original, prompts, http=True).check()
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:
         supervisor = None
         try:

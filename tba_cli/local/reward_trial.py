@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tba.api import Prompt, ScoreItem
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
-from tba.config.reward import REASONING, ModelScorerSpec, RewardSection, TaskReward
+from tba.config.reward import REASONING, ModelScorerSpec, TaskReward
 from tba.errors import ChildError, ConfigError, WaitTimeoutError
 from tba_cli.console import Console
 from tba_cli.doctor.checks.recipe import Alike, Trial
@@ -40,28 +40,22 @@ READS_DATA_KINDS = frozenset({"exact", "last_number", "math", "python"})
 STOP_TIMEOUT_S = 5.0
 
 
-def try_scorers(recipe: Recipe, prompts: Callable[[], Sequence[Prompt]], *, http: bool) -> Trial:
+def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Trial:
     """Start a reward service, ask it for the rewards of made-up responses, stop it.
 
     Args:
         recipe: with absolute paths.
-        prompts: called once the service is there; of every task, one for each set of data columns is used.
+        prompts: of every task, one for each set of data columns is used.
         http: also ask endpoints on other machines.
     """
     trial = Trial()
     tried = _without(recipe, trial.left_out, http=http)
-    ask_scorers(tried, lambda client: _try(trial, tried.reward, prompts(), client))
-    return trial
-
-
-def _try(trial: Trial, section: RewardSection, prompts: Sequence[Prompt], client: RewardClient) -> None:
-    """Score made-up responses to prompts of every task that is not left out."""
     alike = _alike([prompt for prompt in prompts if prompt.task not in trial.left_out])
     items: list[ScoreItem] = []
     asked: list[tuple[str, Alike]] = []
     for task, sets in alike.items():
         trial.num_untried += Counter({task: sum(other.num_prompts for other in sets[MAX_ALIKE:])})
-        has_tokens, reward = section.takes_tokens(task), section.tasks.get(task)
+        has_tokens, reward = tried.reward.takes_tokens(task), tried.reward.tasks.get(task)
         for number, each in enumerate(sets[:MAX_ALIKE]):
             found = list(_responses(each.first, reward))
             # which columns it needs shows with any response
@@ -70,10 +64,11 @@ def _try(trial: Trial, section: RewardSection, prompts: Sequence[Prompt], client
                 asked.append((what, each))
             if number == 0 and len(found) > 1 and reward is not None and _takes_bare_answers(reward, each.first):
                 trial.right.add(task)
-    results = client.score(items).results if items else []
+    results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
     for (what, each), result in zip(asked, results, strict=True):
         each.results.append((what, result))
     trial.tried = {task: sets[:MAX_ALIKE] for task, sets in alike.items()}
+    return trial
 
 
 def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -114,37 +113,15 @@ class RecipeChecks:
     offline: bool
     try_scorers: Callable[..., Trial] | None
     file: Path
-    prompts: list[Prompt] = field(default_factory=list, init=False)
-    _has_prompts: threading.Event = field(default_factory=threading.Event, init=False)
-    """Set once the prompts are read, or cannot be: the checks of tokenizer and scorers wait for it."""
+    prompts: list[Prompt] = field(default_factory=list)
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of all checks together."""
+        """Deadline of the check of the prompts, and again of all others together."""
         return self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s + SLACK_S
-
-    def all(self) -> list[tuple[str, Check]]:
-        """Return the checks, which run at once."""
-        return [
-            ("prompts", self.check_prompts),
-            ("model", self.check_model),
-            ("tokenizer", self.check_tokenizer),
-            ("temperature", self.check_temperature),
-            ("scorer", self.check_scorers),
-        ]
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
         """Read every prompt as the run reads it, and check that its task is scored."""
-        try:
-            yield from self._prompt_results()
-        finally:
-            self._has_prompts.set()
-
-    def _read_prompts(self) -> list[Prompt]:
-        self._has_prompts.wait()
-        return self.prompts
-
-    def _prompt_results(self) -> Iterator[CheckResult]:
         named = [section.dataset for section in self.recipe.data.sets if section.dataset is not None]
         hub = [name for name in named if not Path(name).is_dir() and not name.endswith(".jsonl")]
         # a data set may be in a cache here, but nobody could tell a missing one from a broken network
@@ -184,7 +161,7 @@ class RecipeChecks:
 
     def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
         """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""
-        if not self._read_prompts():
+        if not self.prompts:
             yield skip("tokenizer", "there are no prompts to tokenize")
             return
         try:
@@ -235,7 +212,7 @@ class RecipeChecks:
         if missing:
             yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
-        trial = self.try_scorers(self.recipe, self._read_prompts, http=not self.offline)
+        trial = self.try_scorers(self.recipe, self.prompts, http=not self.offline)
         yield from _scorer_results(trial, self.file)
 
     def _missing(self, paths: set[str]) -> list[str]:

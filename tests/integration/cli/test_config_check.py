@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +25,7 @@ from tba_cli.local import reward_service
 from tba_cli.local.reward_trial import _alike
 from tba_cli.main import main
 from tests.support.broken_weights import break_weights
+from tests.support.local_workplace import wait_until
 from tests.support.tiny_model import make_tiny_model
 
 GRADERS = """
@@ -247,6 +251,62 @@ def test_prompts_that_cannot_be_read_leave_nothing_to_tokenize(check: Check, tmp
     code, out = check(reward={"tasks": {}})
     assert code == 1
     assert any("prompts.jsonl cannot be read: No such file" in line for line in failures(out)), out
+    assert "-    tokenizer: there are no prompts to tokenize" in out
+
+
+HANGS = """
+import time
+from pathlib import Path
+
+def prompts(num_train, num_heldout, seed):
+    time.sleep(1)  # the check of the scorers could have begun by now
+    Path("reading").touch()
+    time.sleep(3600)
+"""
+CHECK_IT = """
+import sys
+from tba_cli.doctor.checks.recipe import RecipeChecks
+from tba_cli.local import reward_trial
+from tba_cli.main import main
+
+async def start_nothing(*args):
+    pass
+
+RecipeChecks.timeout_s = float(sys.argv[1])
+reward_trial.start_reward = start_nothing
+sys.exit(main(["config", "check", "recipe.json"]))
+"""
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_check_of_prompts_that_are_never_read_ends(check: Check, tmp_path: Path, is_interrupted: bool) -> None:
+    (tmp_path / "generator.py").write_text(HANGS)
+    (tmp_path / "recipe.json").write_text(
+        json.dumps(
+            {
+                "run": {"name": "demo"},
+                "model": {"path": "nowhere"},
+                "data": {"generator": "generator:prompts"},
+                "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
+            }
+        )
+    )
+    words = [sys.executable, "-c", CHECK_IT, "3600" if is_interrupted else "4"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if is_interrupted:
+                wait_until("prompts are read", (tmp_path / "reading").exists)
+                process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    if is_interrupted:
+        assert process.returncode == 130
+        return
+    assert process.returncode == 1
+    timeouts = [line for line in failures(out) if line.startswith("FAIL check-timeout")]
+    assert len(timeouts) == 1, "what waits for the prompts has a deadline of its own"
+    assert "the check 'prompts' did not end" in timeouts[0]
     assert "-    tokenizer: there are no prompts to tokenize" in out
 
 

@@ -89,9 +89,12 @@ def unpack(
     if len(data) > max_bytes:
         raise LimitError(f"{what}: {len(data)} bytes exceed the limit of {max_bytes}; send smaller requests")
     try:
-        return decoder.decode(data)
+        found = decoder.decode(data)
     except (ValueError, MemoryError, RecursionError) as error:  # all that the decoder raises for hostile bytes
         raise _refusal(data, str(error), what=what, schema=schema) from None
+    if isinstance(found, NoSchema):
+        raise _refusal(data, "no schema", what=what, schema=schema)
+    return found
 
 
 def _refusal(data: bytes, problem: str, *, what: str, schema: int) -> WireError:

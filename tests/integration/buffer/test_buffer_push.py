@@ -17,6 +17,7 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.versions import PolicyVersion
 from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
+from tba.wire.codec import pack
 from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
@@ -119,6 +120,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
         (encode_rollout(good), "new", None),
         (encode_rollout(other_bytes), "refused", "conflict"),
         (b"not msgpack", "refused", "malformed"),
+        (pack({"schema": 0}), "refused", "schema-version"),
         (encode_rollout(bad_logprobs), "refused", "malformed"),
         (encode_rollout(make_rollout(run="another")), "refused", "wrong-run"),
         (encode_rollout(make_rollout("nobody-knows")), "refused", "unknown-prompt"),
@@ -135,6 +137,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
         "conflict": 1,
         "heldout-prompt": 1,
         "malformed": 2,
+        "schema-version": 1,
         "unknown-lineage": 1,
         "unknown-prompt": 1,
         "wrong-run": 1,
@@ -143,7 +146,7 @@ def test_one_bad_item_does_not_hide_the_good_ones_and_says_why(serve_buffer: Ser
     assert stats.tokens is not None
     assert stats.tokens.generated == 2 * 3
     metrics = urllib.request.urlopen(client.base_url + "/metrics").read().decode()
-    assert 'tba_rollouts_total{outcome="refused"} 7.0' in metrics
+    assert 'tba_rollouts_total{outcome="refused"} 8.0' in metrics
     assert 'tba_buffer_refused_total{reason="malformed"} 2.0' in metrics
 
 

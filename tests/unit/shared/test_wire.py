@@ -131,6 +131,8 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         decode(pack({**document, "surprise": 1}))
     with pytest.raises(SchemaVersionError, match="schema 2 is not one this build reads"):
         decode(pack({**document, "schema": 2}))
+    with pytest.raises(SchemaVersionError, match="schema 0 is not one this build reads"):
+        decode(pack({"schema": 0}))
     with pytest.raises(MalformedError, match="not one valid msgpack document"):
         decode(good + b"\x00")
 
@@ -255,6 +257,14 @@ def test_a_push_has_limits_on_bytes_and_on_items() -> None:
         decode_push(encode_push([]), max_bytes=1 << 20)
     with pytest.raises(LimitError, match=r"length <= 512 - at `\$\.rollouts`"):
         decode_push(encode_push([b"x"] * (MAX_ROLLOUTS_PER_PUSH + 1)), max_bytes=1 << 20)
+
+
+def test_a_rollout_of_no_schema_costs_a_batch_no_other_rollout() -> None:
+    document = msgpack.unpackb(batch_bytes())
+    document["groups"][0]["rollouts"][0] = pack({"schema": 0})
+    batch = decode_batch(pack(document))
+    assert (len(batch.rollouts), list(batch.unreadable)) == (2, [0])
+    assert [refusal.reason for refusal in batch.refused] == ["schema-version"]
 
 
 def test_a_batch_needs_groups_and_groups_need_rollouts() -> None:

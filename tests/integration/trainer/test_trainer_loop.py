@@ -186,6 +186,19 @@ def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World,
     assert world.buffer.lineage == 1
 
 
+def test_a_stop_during_the_last_checkpoint_asks_nothing_of_a_buffer_that_ends_too(world: World, model: Path) -> None:
+    def end_both(method: str) -> None:
+        if method == "register_checkpoint" and world.buffer.step == 4:
+            world.stop.set()
+        elif method == "run" and world.stop.is_set():
+            raise UnavailableError("the buffer is away")
+
+    world.buffer.before = end_both
+    world.train(make_recipe(model))
+    assert world.buffer.state == "running"
+    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+
+
 def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_resume_evaluates(
     world: World, model: Path
 ) -> None:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from tba.api import RunCommand
@@ -75,8 +74,11 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
         if evaluation is not None:
             context.evaluations.wait(evaluation, context.status, context.stop)
         if recipe.trainer.export:  # after the evaluation: its result is on the model card
-            export = partial(upload_export, recipe, context.buffer.run(), context.store, last=progress.version)
-            _retry_until_stored(context, "the export", export)
+            _retry_until_stored(
+                context,
+                "the export",
+                lambda: upload_export(recipe, context.buffer.run(), context.store, last=progress.version),
+            )
     # SIGTERM at any moment before this line leaves the run to be resumed; a resume does all of the above again.
     if context.stop.is_set():
         interrupt(context, writer)

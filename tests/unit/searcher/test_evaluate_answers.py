@@ -112,6 +112,14 @@ def test_unknown_scores_count_for_nothing_in_any_metric(recipe: Recipe, answers:
     assert metrics["sampled.exact.mean_reward"].value == pytest.approx((0.5 + 1.0) / 2)
 
 
+def test_a_task_that_the_recipe_names_twice_counts_once(folder: Path, answers: Answers) -> None:
+    scored(answers)
+    once, twice = (recipe_for(folder, {"num_samples": 3, "tasks": ["exact"] * num}) for num in (1, 2))
+    expected = EvaluationMetrics(once, answers).by_name
+    assert expected["sampled.exact.success_rate"].num_prompts == 3
+    assert EvaluationMetrics(twice, answers).by_name == expected
+
+
 def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder: Path, answers: Answers) -> None:
     recipe = recipe_for(folder, {"num_samples": 3, "by": ["level"]})
     levels = (10, 9, 10, 9)  # numbers in their order: 9 before 10

@@ -73,8 +73,8 @@ class Answers:
         return parts
 
     def tasks_of(self, prompt: int, section: PublishedSection) -> Sequence[str]:
-        """Return the tasks that completions of a prompt are scored under."""
-        return section.tasks or [self.prompts[prompt].task]
+        """Return the tasks that completions of a prompt are scored under, each once."""
+        return list(dict.fromkeys(section.tasks)) or [self.prompts[prompt].task]
 
 
 def answer_all(

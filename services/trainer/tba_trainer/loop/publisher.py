@@ -325,7 +325,7 @@ class Publisher:
         try:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:
-                info, checkpoints = self._buffer.run(), self._checkpoints.versions()
+                checkpoints, info = self._checkpoints.versions(), self._buffer.run()
                 kept = reasons_to_keep(existing, info, checkpoints, keep=keep, needed_by=self._versions.needed_by)
                 # newest first: a kill in between leaves no version without its base
                 for version in sorted(set(existing) - kept.keys(), reverse=True):

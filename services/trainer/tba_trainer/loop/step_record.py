@@ -70,10 +70,10 @@ class StepRecord:
             trained=trained_rollouts(self.results, max_bytes=max_bytes),
         )
 
-    def log(self) -> None:
-        """Write the line of the step, and one for what was refused and for each alarm."""
+    def log(self, measured: Metrics) -> None:
+        """Write the line of the step with its numbers as measured, and one for what was refused and for each alarm."""
         version, skip = str(self.version), self.action.skip
-        shown = {name: round(value, 4) for name in SHOWN if (value := self.metrics.get(name)) is not None}
+        shown = {name: round(value, 4) for name in SHOWN if (value := measured.get(name)) is not None}
         log.info("step", version=version, **shown, **({} if skip is None else {"skipped": skip}))
         if self.batch.refused:
             reasons, first = count_reasons(self.batch.refused), self.batch.refused[0].detail

@@ -206,7 +206,7 @@ class TrainingLoop:
         progress.settings_revision = record.settings_revision
         context.status.set_step(record.version, record.metrics)
         context.trackers.step(record.version, record.metrics, skipped=action.skip)
-        record.log()
+        record.log(metrics)
         return action
 
     def _ack(self, record: StepRecord) -> bool:

@@ -123,9 +123,13 @@ class ModelReference(Reference):
             for rollout, values in zip(missing, computed, strict=True):
                 self.cache.put(rollout, values)
             self.num_computed += len(missing)
-        found = [self._known(rollout) for rollout in rollouts]
+        found = []
+        for rollout in rollouts:
+            values = self._known(rollout)
+            assert values is not None
+            found.append(values)
         self.cache.evict()
-        return [values for values in found if values is not None]
+        return found
 
     def after_step(self, version: PolicyVersion) -> None:
         """Reset the reference if the objective asks for it at this step."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tba_searcher.engines.engine import EngineDiedError
 
 from tba.api import RescoreInfo
 from tba.config import Recipe
@@ -304,7 +305,10 @@ def test_a_finished_job_compares_before_and_after() -> None:
     assert lines[-1] == "  reward versions: none"
 
 
-@pytest.mark.parametrize(("error", "code"), [(ModelError("not decoded"), 4), (ConfigError("GPU memory is held"), 2)])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ModelError("not decoded"), 4), (ConfigError("GPU memory is held"), 2), (EngineDiedError("out of memory"), 2)],
+)
 def test_a_searcher_gives_up_for_good_only_for_what_stays_wrong(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:

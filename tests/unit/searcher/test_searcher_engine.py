@@ -30,6 +30,7 @@ from tests.support.engine_contract import (
     make_request,
     make_requests,
     run_all,
+    tokens_of,
 )
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
@@ -76,6 +77,12 @@ def test_samples_follow_the_softmax_of_the_model_at_the_sampling_temperature(fol
     counts = np.bincount([c.response_tokens[0] for c in done.values()], minlength=len(expected))
     assert (expected >= 5).sum() > 8
     assert_follows(counts, expected / num)
+
+
+def test_different_seeds_sample_different_responses(folders):
+    requests = make_requests(8, temperatures=(1.0,))
+    one, other = (run_all(make_engine(folders["llama", False, 0], seed=seed), requests) for seed in (1, 2))
+    assert tokens_of(one) != tokens_of(other)
 
 
 def named_tensors(folder: Path, path: Path) -> Path:

@@ -315,7 +315,11 @@ def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_
     asked: list[Any] = []
 
     def noted(logprobs: Logprobs) -> Logprobs:
-        return lambda rollouts: (asked.append([r.rollout_id for r in rollouts]), logprobs(rollouts))[1]
+        def ask(rollouts: Any) -> Any:
+            asked.append([r.rollout_id for r in rollouts])
+            return logprobs(rollouts)
+
+        return ask
 
     watched = {name: noted(logprobs) for name, logprobs in known.items()}
     found, metrics, results, _ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=watched)

@@ -176,14 +176,15 @@ def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
 def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:
     """Return the recipe without the tasks that are not tried; put the reason for each into `left_out`."""
     document = recipe.model_dump(mode="json")
-    # each worker imports what its scorers need, which takes longer than the few responses of the trial
-    document["reward"]["num_workers"] = 1
     tasks: dict[str, Any] = document["reward"]["tasks"]
     for task, reward in recipe.reward.tasks.items():
         why = _why_not(reward, http=http)
         if why is not None:
             left_out[task] = why
             del tasks[task]
+    # each worker imports what its scorers need; more workers than scorers would have nothing to do
+    num_scorers = sum(len(recipe.reward.tasks[task].scorers) for task in tasks)
+    document["reward"]["num_workers"] = max(1, min(recipe.reward.num_workers, num_scorers))
     return parse_recipe(document, where="recipe")
 
 

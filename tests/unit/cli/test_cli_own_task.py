@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tba.api import ScoreError, ScoreItem, ScoreReply, ScoreResult
-from tba.config import load_recipe
+from tba.config import Recipe, load_recipe, parse_recipe
 from tba_cli.commands.score import Example, Scored, table_lines
 from tba_cli.local import reward_trial
 from tba_cli.main import main
@@ -169,3 +169,21 @@ def test_a_reward_of_single_precision_is_the_same_reward() -> None:
     assert not same.is_mismatch
     assert same.model_copy(update={"example": example.model_copy(update={"expected": 0.3334})}).is_mismatch
     assert table_lines([same])[1].split()[-1] == "2"
+
+
+@pytest.mark.parametrize(("num_tasks", "num_workers"), [(0, 1), (1, 1), (3, 3), (8, 4)])
+def test_a_trial_has_a_worker_for_each_scorer_but_no_more_than_the_run(
+    monkeypatch: pytest.MonkeyPatch, num_tasks: int, num_workers: int
+) -> None:
+    tasks = {f"task{number}": {"scorers": [{"kind": "exact"}]} for number in range(num_tasks)}
+    document = {"run": {"name": "demo"}, "model": {"path": "model"}, "data": {"generator": "addition"}}
+    recipe = parse_recipe(document | {"reward": {"num_workers": 4, "tasks": tasks}}, where="recipe")
+    asked: list[Recipe] = []
+
+    def ask_nothing(recipe: Recipe, _ask: object) -> list[ScoreResult]:
+        asked.append(recipe)
+        return []
+
+    monkeypatch.setattr(reward_trial, "ask_scorers", ask_nothing)
+    reward_trial.try_scorers(recipe, [], http=True)
+    assert [recipe.reward.num_workers for recipe in asked] == [num_workers]

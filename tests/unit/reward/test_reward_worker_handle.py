@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
 
@@ -14,9 +13,12 @@ from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.scorer import Item, Outcome
 
+ENDED_PID = 2**22 + 1
+"""No process has it: it is above the largest that Linux gives."""
+
 
 def reply(number: int, outcomes: list[Outcome]) -> bytes:
-    return encode(Reply(number, outcomes, cpu_s=0.0, pid=os.getpid()))
+    return encode(Reply(number, outcomes, cpu_s=0.0, pid=ENDED_PID))
 
 
 async def a_worker_that_dies_over_its_second_job() -> None:
@@ -42,6 +44,8 @@ async def a_worker_that_dies_over_its_second_job() -> None:
     await asyncio.wait_for(has_ended.wait(), 60)
     assert done == [(first, [1.0]), (second, [2.0])]
     assert (worker.job, second.num_done) == (second, 1), "its second item is the one in work"
+    worker.since_s -= 60
+    assert worker.cpu_s() == 0.0, "nobody knows it of a process that has ended"
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])

@@ -23,6 +23,7 @@ EXIT_S = 1.0
 """From the end of a worker's socket to its exit; one that is still there is killed."""
 EXIT_POLL_S = 0.005
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_HAS_PROC = Path("/proc/self/stat").exists()
 _DECODER = msgspec.msgpack.Decoder(Reply)
 
 
@@ -104,12 +105,13 @@ class WorkerHandle(asyncio.Protocol):
 
     def cpu_s(self) -> float:
         """Return the CPU time that what it has in work has taken so far."""
-        if self._pid is not None:
-            with suppress(OSError, IndexError, ValueError):
-                fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-                return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
-        # without /proc the deadline is wall-clock time, as is that of a load
-        return self._loop.time() - self.since_s
+        if self._pid is None or not _HAS_PROC:
+            # the deadline is wall-clock time, as is that of a load
+            return self._loop.time() - self.since_s
+        with suppress(OSError, IndexError, ValueError):  # it has ended, which its socket says
+            fields = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
+        return 0.0
 
     def kill(self) -> None:
         """Kill it and all that it has started, and call nobody back any more; `end` has to follow."""

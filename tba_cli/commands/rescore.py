@@ -33,7 +33,8 @@ def rescore_lines(job: RescoreInfo) -> list[str]:
         f"  {'':12}{'before':>12}{'after':>12}",
         f"  {'known reward':12}{job.num_known_before:>12}{job.num_known_after:>12}",
         f"  {'mean reward':12}{before:>12}{after:>12}",
-        f"  {job.num_changed} changed, {job.num_failed} failed, {job.num_gone} evicted before they were reached",
+        f"  {job.num_changed} changed, {job.num_failed} failed, "
+        f"{job.num_gone} evicted, or scored by others, before they were reached",
         f"  reward versions: {versions}",
     ]
 

@@ -297,7 +297,7 @@ def test_a_finished_job_compares_before_and_after() -> None:
         "                    before       after",
         "  known reward          40          46",
         "  mean reward       0.2500      0.5000",
-        "  7 changed, 1 failed, 3 evicted before they were reached",
+        "  7 changed, 1 failed, 3 evicted, or scored by others, before they were reached",
         "  reward versions: addition-2 (46)",
     ]
     lines = rescore_lines(JOB.model_copy(update={"state": "cancelled", "finished_at_s": 100.0}))

@@ -9,20 +9,20 @@ import re
 import signal
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from tba.api import LedgerEntry, RunInfo, SettingsAudit, SettingsInfo
-from tba.config import Schedule
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import (
     ENDLESS,
+    SET_FALLING_BETA,
     Place,
     decode_all,
+    falling_beta,
     freeze_when,
     open_leases,
     searchers_at_rest,
@@ -35,8 +35,6 @@ from tests.support.e2e import (
 ROLLOUTS_PER_VISIT = 4
 RATE, BETA, TEMPERATURE = 1e-4, 0.2, 1.1
 """Values of the recipe; m is 0."""
-FALLING = Schedule(kind="linear", value=0.4, final=0.2, steps=ENDLESS)
-"""beta is set to it: it changes at every step, however many steps the run makes."""
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +153,6 @@ def first_step(place: Place, audit: SettingsAudit) -> int:
     return min(entry.step for entry in ledger(place) if entry.settings_revision >= audit.revision)
 
 
-def falling_beta(entry: LedgerEntry) -> Any:
-    """Return the value of FALLING for a step; it differs from the value of the step before."""
-    return pytest.approx(FALLING.at(entry.step - 1), rel=1e-9)
-
-
 def rollouts(place: Place) -> list[Rollout]:
     return decode_all(stored_rollouts(place.redis_url()))
 
@@ -176,8 +169,7 @@ def test_live_settings_change_a_run_and_are_shown(place: Place, capsys: pytest.C
 
 
 def rate_and_beta_change_together_at_one_step(place: Place, control: Control) -> SettingsAudit:
-    beta = f'beta={{kind="linear", value={FALLING.value}, final={FALLING.final}, steps={FALLING.steps}}}'
-    audit = control.set_and_see("learning_rate=2e-5", beta, "--reason", "diverges")
+    audit = control.set_and_see("learning_rate=2e-5", SET_FALLING_BETA, "--reason", "diverges")
     assert (audit.role, audit.reason, audit.lineage) == ("operator", "diverges", 1)
     first = first_step(place, audit)
     assert first > audit.step

@@ -14,10 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tba.api import LedgerEntry, RunInfo
+from tba.api import LedgerEntry, RunInfo, SettingsInfo
 from tba.versions import PolicyVersion
 from tests.e2e.conftest import MakePlace
-from tests.support.e2e import ENDLESS, RUN, Place, Started, freeze_when, stands_at, whole_ledger
+from tests.support.e2e import (
+    ENDLESS,
+    RUN,
+    SET_FALLING_BETA,
+    Place,
+    Started,
+    falling_beta,
+    freeze_when,
+    stands_at,
+    whole_ledger,
+)
 from tests.support.stored_checkpoint import section_tensors
 
 CHECKPOINT_INTERVAL = 5
@@ -31,6 +41,8 @@ class Story:
     place: Place
     killed: Started
     at_kill: RunInfo
+    settings: list[SettingsInfo]
+    """At the kill, and in the lineage after it."""
     left_after_kill: list[int]
     resumed_ledger: list[LedgerEntry]
     resumed_info: RunInfo
@@ -64,11 +76,12 @@ def story(make_place: MakePlace) -> Story:
     place = make_place(trainer=trainer)
     killed = place.start()
     place.until("a checkpoint and a step", is_past_a_checkpoint)
-    changed = place.control("set", "learning_rate=2e-5")
+    changed = place.control("set", "learning_rate=2e-5", SET_FALLING_BETA, "most_on_policy_prob=1")
     assert changed.returncode == 0, changed.stderr
     client, pid = place.client(), place.pid("trainer")
     past = lambda: is_past_a_checkpoint(client.run())  # noqa: E731
     at_kill = freeze_when(pid, "a step after the checkpoint", client, past, same=stands_at)
+    settings = [client.settings()]
     client.close()
     assert at_kill is not None
     os.kill(pid, signal.SIGKILL)
@@ -81,6 +94,7 @@ def story(make_place: MakePlace) -> Story:
     assert check.returncode == 0, check.stdout + check.stderr
     client = place.client()
     resumed_ledger = whole_ledger(client)
+    settings.append(client.settings())
     client.close()
     # as systemd, SLURM and the end of a login session do it: all processes at once, here those that must end last first
     for pid in (*sorted(place.pids()), interrupted.process.pid):
@@ -103,6 +117,7 @@ def story(make_place: MakePlace) -> Story:
         place=place,
         killed=killed,
         at_kill=at_kill,
+        settings=settings,
         left_after_kill=left_after_kill,
         resumed_ledger=resumed_ledger,
         resumed_info=resumed_info,
@@ -129,8 +144,16 @@ def test_a_resume_continues_in_a_new_lineage_right_after_the_checkpoint(story: S
     assert story.resumed_info.parents == {1: "0-0", 2: parent}
     made = [entry for entry in story.resumed_ledger if entry.lineage == 2]
     assert [entry.step - step_of(parent) for entry in made][:3] == [1, 2, 3]
-    assert {(entry.settings_revision, entry.metrics["learning_rate"]) for entry in made} == {(1, 2e-5)}
     assert "every step of the active lineage exactly once" in story.ledger_check
+
+
+def test_live_settings_hold_in_the_new_lineage(story: Story) -> None:
+    before, after = story.settings
+    assert (after.settings, after.recipe, after.changes) == (before.settings, before.recipe, before.changes)
+    assert [audit.changes.keys() for audit in after.changes] == [{"learning_rate", "beta", "most_on_policy_prob"}]
+    for entry in (entry for entry in story.resumed_ledger if entry.lineage == 2):
+        assert (entry.settings_revision, entry.metrics["learning_rate"]) == (1, 2e-5)
+        assert (entry.metrics["beta"], entry.most_on_policy_prob) == (falling_beta(entry), 1.0)
 
 
 def test_what_the_dead_lineage_did_after_its_checkpoint_is_marked_abandoned_and_nothing_else(story: Story) -> None:

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from tba.api import LedgerEntry, RunInfo
 from tba.clients import BufferClient
+from tba.config import Schedule
 from tba.store import FileStore
 from tba.tokens import role_token
 from tba.versions import PolicyVersion
@@ -30,6 +33,10 @@ from tests.support.waits import DEADLINE_S, until
 RUN = "tiny"
 ENDLESS = 1_000_000
 """`trainer.num_steps` of runs that a test ends itself."""
+FALLING = Schedule(kind="linear", value=0.4, final=0.2, steps=ENDLESS)
+"""A beta that changes at every step, however many steps the run makes."""
+SET_FALLING_BETA = f'beta={{kind="linear", value={FALLING.value}, final={FALLING.final}, steps={FALLING.steps}}}'
+"""For `tba set`."""
 NUM_STILL = 4
 """Equal readings after which what a frozen process had sent has taken effect."""
 T = TypeVar("T")
@@ -324,6 +331,11 @@ def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, d
         raw: Any = client.hgetall(f"tba:{run}:leases")
     leases = {lease_id.decode(): json.loads(text) for lease_id, text in raw.items()}
     return {lease_id: lease for lease_id, lease in leases.items() if lease["s"] == searcher_id}
+
+
+def falling_beta(entry: LedgerEntry) -> Any:
+    """Return the value of FALLING for a step; it differs from the value of the step before."""
+    return pytest.approx(FALLING.at(entry.step - 1), rel=1e-9)
 
 
 def whole_ledger(client: BufferClient) -> list[LedgerEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from tba.clients import BufferClient, RewardClient
 from tba.errors import UnauthorizedError
 from tba.tokens import client_token, operator_token
 from tba.wire import encode_rollout
+from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.local_workplace import DEADLINE_S, FAKES, ROOT, Workplace, wait_until
 from tests.support.secrets_seen import SEEN, tokens_seen
@@ -159,7 +161,7 @@ def test_a_start_over_a_loss_says_at_once_how_to_accept_it(tmp_path: Path) -> No
         place.close()
 
 
-def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steered(tmp_path):
+def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steered(tmp_path, capsys):
     place = Workplace(tmp_path)
     place.environ["PYTHONPATH"] = path_with_real_services(tmp_path)
     (port,) = choose_ports([PortRequest("buffer.port", "127.0.0.1", 0)])
@@ -195,7 +197,11 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steer
         assert third.startswith("  its last state: run 'demo': ")
         assert any("3 stored" in line for line in others)
         assert not any("SILENT" in line or "waits for" in line for line in others)
-        assert why in json.loads(place.tba("status", "demo", "--follow", "--json").stdout)["ended"]["reason"]
+        with contextlib.chdir(tmp_path):
+            assert main(["status", "demo", "--json"]) == 0
+            assert why in json.loads(capsys.readouterr().out)["ended"]["reason"]
+            assert main(["status", "--follow"]) == 0
+            assert capsys.readouterr().out == status.stdout
         check = place.tba("ledger", "check")
         assert (check.returncode, "exactly once (0 steps" in check.stdout) == (0, True), check.stderr
         again = place.tba("rollouts", "list", "--order", "best", "--limit", "2")

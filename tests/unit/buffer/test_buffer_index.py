@@ -322,6 +322,12 @@ def test_a_fresh_index_begins_anywhere() -> None:
     assert index.column("position", index.live_rows()).tolist() == [1000, 1001]
 
 
+def test_taking_turns_recent_is_what_arrived_since_the_newest_mark() -> None:
+    events = [make_added(1, [Item(prompt=0)]), Publication(2, PolicyVersion(1, 0)), make_added(3, [Item(prompt=1)])]
+    index = make_index(*events, alternate=True)
+    assert index.column("prompt", index.recent_rows()).tolist() == [1]
+
+
 def test_memory_stays_bounded_while_rollouts_come_and_go() -> None:
     index, sizes = make_index(), []
     for number in range(300):

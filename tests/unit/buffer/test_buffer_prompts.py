@@ -10,7 +10,7 @@ from tba_buffer.prompts.catalog import NUM_CANDIDATES, Catalog, VisitCursor, Vis
 from tba_buffer.prompts.leases import MAX_POLLS_PER_S, MAX_RETRY_S, MIN_RETRY_S, PollBackoff
 
 from tests.support.buffer import make_prompts, make_recipe
-from tests.support.index_values import make_index
+from tests.support.index_values import index_of, make_index
 
 # ---- Posterior selection --------------------------------------------------------------------------------------------
 
@@ -86,6 +86,16 @@ def test_visits_converge_on_prompts_that_succeed_about_half_the_time(seed: int) 
     uniform, posterior = share_in_the_middle(False, seed), share_in_the_middle(True, seed)
     assert uniform < 0.35
     assert posterior > 0.85
+
+
+def test_the_recipe_chooses_visits_by_posterior() -> None:
+    catalog = Catalog.__new__(Catalog)
+    catalog.train, catalog._train_numbers = make_prompts(NUM_CANDIDATES), np.arange(NUM_CANDIDATES)
+    solved, half, failed = [1.0] * 100, [0.0, 1.0] * 50, [0.0] * 100
+    index = index_of([solved, failed, half, *[solved] * (NUM_CANDIDATES - 3)])
+    order = VisitOrder(catalog, make_recipe(data={"selection": "posterior"}))
+    visits = [visit for offset in range(5) for visit in order.next(VisitCursor(0, offset, NUM_CANDIDATES), 1, index)]
+    assert [(visit.visit_id, visit.prompt_id) for visit in visits] == [(f"visit-0-{at}", "train-2") for at in range(5)]
 
 
 # ---- The order of visits is a function of the cursor, the seed and the prompts --------------------------------------

@@ -46,6 +46,8 @@ class RescoreJobs:
         self._job: RescoreInfo | None = None
         self._is_loaded = False
         self._loading = asyncio.Lock()
+        self._left: tuple[RescoreInfo, Positions] | None = None
+        """A job, and the positions that are left of it; some may be gone."""
 
     def forget(self) -> None:
         """Read the job from Redis again: Redis has lost data, and perhaps the job or its progress."""
@@ -121,8 +123,12 @@ class RescoreJobs:
         if job is None or job.state != "running":
             return False
         index = await self._view.catch_up()
-        left = self._matching(index, job)
-        num_bytes = index.column("num_bytes", index.rows_at(left[: self._reward.request_size]))
+        # a scan of the index per chunk holds up the event loop; only a job about a status needs it: statuses change
+        if self._left is None or self._left[0] is not job or job.only != "all":
+            self._left = (job, self._matching(index, job))
+        left = self._left[1]
+        rows = index.rows_at(left[: self._reward.request_size])
+        num_bytes = np.where(rows >= 0, index.column("num_bytes", rows), 0)
         taken, left = np.split(left, [self._scorer.num_in_request(num_bytes)])
         retry_queue, positions = self._scorer.retry_queue, taken.tolist()
         if retry_queue.is_too_early(positions):
@@ -135,7 +141,9 @@ class RescoreJobs:
                 return True
             scored = await self._scorer.still_stored(scored)
             job = add_chunk(job, scored, taken, num_left=len(left))
-            await self._write(scored, job if len(left) else self._ended(job, "done"))
+            job = job if len(left) else self._ended(job, "done")
+            await self._write(scored, job)
+            self._left = (job, left)
         retry_queue.remove(positions)
         await self._scorer.enforce_limits(scored)
         return True

@@ -194,7 +194,7 @@ def test_one_job_at_a_time(serve_buffer: ServeBuffer, reward: RewardServer) -> N
     started = client.start_rescore(ALL)
     until("half is done", lambda: client.rescore().num_done == 4)
     assert client.start_rescore(ALL).started_at_s == started.started_at_s
-    with pytest.raises(ConflictError, match=r"everything is being scored again .*\(4 of 8 done\)"):
+    with pytest.raises(ConflictError, match=r"everything is being scored again since log position \d+ \(4 of 8 done\)"):
         client.start_rescore(RescoreRequest(only="scored"))
     reward.refusal = lambda items: None
     assert finished(client).num_done == 8

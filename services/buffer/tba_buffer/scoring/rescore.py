@@ -87,8 +87,8 @@ class RescoreJobs:
                     return await self.info()
                 what = "everything" if running.only == "all" else f"what is {running.only}"
                 raise ConflictError(
-                    f"{what}{f' of task {running.task!r}' if running.task else ''} is being scored again "
-                    f"({running.num_done} of {running.num_total} done); wait for it"
+                    f"{what}{f' of task {running.task!r}' if running.task else ''} is being scored again since log "
+                    f"position {running.start_position} ({running.num_done} of {running.num_total} done); wait for it"
                 )
             index = await self._view.catch_up()
             job = RescoreInfo(

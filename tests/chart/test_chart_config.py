@@ -45,10 +45,11 @@ def test_every_container_reads_a_recipe(path: Path, tmp_path: Path) -> None:
     read = Counter()
     for pod in render_file(path).pods():
         if pod.component in OF_TBA:
-            recipe = load_recipe(file, environ=environment(pod, SECRETS))
-            assert recipe.run.name == tomllib.loads(file.read_text())["run"]["name"]
-            assert recipe.store.url.startswith("s3://")
-            read[pod.component] += 1
+            for container in pod.containers:
+                recipe = load_recipe(file, environ=environment(pod, SECRETS, container=container))
+                assert recipe.run.name == tomllib.loads(file.read_text())["run"]["name"]
+                assert recipe.store.url.startswith("s3://")
+                read[pod.component] += 1
     assert OF_TBA - {"setup"} <= read.keys()
 
 

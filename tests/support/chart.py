@@ -149,10 +149,13 @@ def quickstart(*values: str) -> Rendering:
     return render("-f", str(QUICKSTART), *(part for value in values for part in ("--set", value)))
 
 
-def environment(pod: Pod, secrets: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of the first container; `secrets`: values of variables that come from a Secret."""
+def environment(
+    pod: Pod, secrets: Mapping[str, str] | None = None, *, container: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """The environment of the first container, or of `container`; `secrets`: values of variables that come from a
+    Secret."""
     found, known = {}, secrets or {}
-    for entry in pod.spec["containers"][0]["env"]:
+    for entry in (container or pod.spec["containers"][0])["env"]:
         found[entry["name"]] = entry.get("value", known.get(entry["name"], "of-a-secret"))
     return found
 

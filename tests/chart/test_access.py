@@ -127,6 +127,16 @@ def peers(rules: list[dict[str, Any]] | None, side: str) -> set[tuple[str, int |
     return found
 
 
+def test_what_the_quickstart_may_reach() -> None:
+    found = policies(render_file(QUICKSTART))
+    egress = {component: peers(spec["egress"], "to") for component, spec in found.items()}
+    assert egress["reward"] == egress["redis"] == egress["objectstore"] == set()
+    assert egress["trainer"] == {("buffer", 8700), ("objectstore", 9000)}
+    ingress = {component: peers(spec["ingress"], "from") for component, spec in found.items()}
+    assert ingress["redis"] == {("buffer", 6379)}
+    assert ingress["searcher"] == ingress["trainer"] == ingress["setup"] == set()
+
+
 @each_file(BARE)
 def test_every_way_out_is_a_way_in_on_the_other_side(path: Path) -> None:
     found = policies(render_file(path))

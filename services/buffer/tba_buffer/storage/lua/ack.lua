@@ -1,7 +1,8 @@
 -- Note in the ledger that step (lineage, step) consumed a batch. Steps of a lineage are acked in order, once each.
--- args: token, lineage, step, batch_id, now_s, member (of open_batches), line (JSON, of the ledger), num_trained (rollouts),
---       trained (record of what became of each rollout, or ''), num_kept (how many of these records are kept),
---       ages (policy age -> rollouts), counts (counter -> how much it grows)
+-- args: token, lineage, step, batch_id, now_s, member (of open_batches), line (JSON, of the ledger),
+--       num_trained (rollouts), trained (record of what became of each rollout, or ''),
+--       num_kept (how many of these records are kept), ages (policy age -> rollouts),
+--       counts (counter -> how much it grows)
 -- Returns {'fenced'}, {'other', batch id}, {'rollback', JSON of the one that waits}, {'void'}, {'order', last step}
 -- or {'ok'}.
 local run, counters = key('run'), key('counters')

@@ -1,7 +1,7 @@
 -- Change the state of the run, with a line of the audit. A rollback that waits forbids `done`; a stop or a failure
 -- withdraws it, and the line says so.
--- args: state (the new one), reason, token, checks_token (whether the token must be the active one), now_s, command, role,
---       allowed_from (states)
+-- args: state (the new one), reason, token, checks_token (whether the token must be the active one), now_s, command,
+--       role, allowed_from (states)
 -- Returns {'fenced'}, {'refused', state}, {'rollback', JSON of the one that waits} or {'ok', state}.
 if args.checks_token and redis.call('HGET', key('run'), 'token') ~= args.token then return {'fenced'} end
 local run = redis.call('HMGET', key('run'), 'state', 'lineage', 'step', 'rollback')

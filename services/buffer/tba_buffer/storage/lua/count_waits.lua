@@ -1,7 +1,7 @@
 -- Count how long a trainer has waited. It sends how long since its start, and the difference to the longest time that it
 -- sent before is counted, so a heartbeat that is lost, repeated or late changes nothing.
--- args: component_id, started_s (when the trainer started, Unix seconds), waited (name of the wait -> seconds since then),
---       max_names, other (the name for all further waits), max_trainers (that are remembered)
+-- args: component_id, started_s (when the trainer started, Unix seconds), waited (name of the wait -> seconds since
+--       then), max_names, other (the name for all further waits), max_trainers (that are remembered)
 -- Returns nothing.
 local waits = key('trainer_waits')
 local field = 'seen:' .. args.component_id

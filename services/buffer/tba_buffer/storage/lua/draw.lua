@@ -1,13 +1,14 @@
 -- Record a drawn batch, if the run still allows it. One that was drawn before another was recorded is refused.
--- args: token, lineage, step, batch_id, member (of open_batches), deadline_s, min_deadline_s (of an open batch that is worth
---       answering), record, kept_ms (its lifetime), num_rollouts, log_position (that it was drawn at), event (of the log),
---       slots (slot counter -> count),
+-- args: token, lineage, step, batch_id, member (of open_batches), deadline_s, min_deadline_s (of an open batch
+--       that is worth answering), record, kept_ms (its lifetime), num_rollouts, log_position (that it was drawn at),
+--       event (of the log), slots (slot counter -> count),
 --       limits, absent where there is none: max_drawn (rollouts), max_batches (since the publication), publications (as
 --       the caller saw them)
 -- Returns {'ok'}; {'open', member}: another batch is open for this step, nothing was recorded; {'fenced'};
--- {'state', state that forbids it}; {'acked', last acked step}; {'flow'}: one of the limits is reached; {'stale'}: another
--- batch was drawn after that log position, so turns and uses are others now.
-local run, counters, open_batches, drawn_since = key('run'), key('counters'), key('open_batches'), key('batches_since_mark')
+-- {'state', state that forbids it}; {'acked', last acked step}; {'flow'}: one of the limits is reached; {'stale'}:
+-- another batch was drawn after that log position, so turns and uses are others now.
+local run, counters = key('run'), key('counters')
+local open_batches, drawn_since = key('open_batches'), key('batches_since_mark')
 local lineage = digits(args.lineage)
 local step = lineage .. '|' .. digits(args.step)
 if redis.call('HGET', run, 'token') ~= args.token or redis.call('HGET', run, 'lineage') ~= lineage then

@@ -7,7 +7,9 @@ local text = redis.call('HGET', key('evals'), args.eval_id)
 if text == args.document then return 'ok' end -- this very call, repeated
 if text then
   local is_read, old = pcall(cjson.decode, text) -- a damaged one is written again
-  if not is_read or type(old) ~= 'table' or type(old.deadline_s) ~= 'number' then old = {state = 'pending', deadline_s = 0} end
+  if not is_read or type(old) ~= 'table' or type(old.deadline_s) ~= 'number' then
+    old = {state = 'pending', deadline_s = 0}
+  end
   if old.state ~= 'pending' or old.deadline_s > args.now_s then return 'exists' end
 else
   redis.call('RPUSH', key('eval_order'), args.eval_id)

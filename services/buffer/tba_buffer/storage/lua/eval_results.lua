@@ -1,5 +1,6 @@
 -- Store results of evaluation leases; the first result of a unit counts, later ones are ignored.
--- args: eval_id, results (lease id, JSON of its result, ...; leases known to belong to this evaluation and to this searcher)
+-- args: eval_id, results (lease id, JSON of its result, ...; leases known to belong to this evaluation and to this
+--       searcher)
 -- Returns the number of units with a result.
 for at = 1, #args.results, 2 do
   local lease_id, result = args.results[at], args.results[at + 1]

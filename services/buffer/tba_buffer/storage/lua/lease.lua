@@ -1,7 +1,7 @@
 -- Lease evaluation units and visits; expired leases are released first. If some of the ids for new leases are open
 -- leases, the request is a repeat: it is answered with those, with a new deadline, and nothing else is granted.
--- args: now_s, deadline_s (of new leases), searcher_id, rollouts_per_visit, lease_ids (for new leases), max_train (leases),
---       room (most rollouts of train leases; absent: any number), cursor (as the caller saw it),
+-- args: now_s, deadline_s (of new leases), searcher_id, rollouts_per_visit, lease_ids (for new leases),
+--       max_train (leases), room (most rollouts of train leases; absent: any number), cursor (as the caller saw it),
 --       candidates (visit id, prompt id, cursor after it, ...),
 --       refused_versions (that the searcher cannot use: their evaluation units are left to others)
 -- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts

@@ -30,8 +30,8 @@ if num_items > 0 then
   gone, gone_before = redis.call('HMGET', key('gone'), unpack(ids)), redis.call('HMGET', key('gone_before'), unpack(ids))
 end
 
--- Only searchers that a visit was leased to may push for it. An unknown visit has ended or was never leased: a push for it
--- is stored, and fulfils nothing.
+-- Only searchers that a visit was leased to may push for it. An unknown visit has ended or was never leased: a push for
+-- it is stored, and fulfils nothing.
 local function is_foreign(visit_id, searcher_id)
   local visit = read_visit(visit_id)
   if not visit then return false end

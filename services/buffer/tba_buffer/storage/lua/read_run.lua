@@ -1,9 +1,11 @@
 -- Void the open batches past their deadline, then read what draws and leases decide by.
 -- A void batch can no longer be acked, and its rollouts no longer count as drawn.
 -- args: now_s, member (of open_batches, becomes void whatever its deadline; absent: none)
--- Returns {{state, token, lineage, latest_version, sampling_version, step, rollback}, {log_position, scored_total, inflight, drawn, void,
--- scored_at_mark, marks}, batches since the publication, revision of the live settings}; absent values are false.
-local run, counters, open_batches, drawn_since = key('run'), key('counters'), key('open_batches'), key('batches_since_mark')
+-- Returns {{state, token, lineage, latest_version, sampling_version, step, rollback},
+-- {log_position, scored_total, inflight, drawn, void, scored_at_mark, marks}, batches since the publication,
+-- revision of the live settings}; absent values are false.
+local run, counters = key('run'), key('counters')
+local open_batches, drawn_since = key('open_batches'), key('batches_since_mark')
 local MOST_PER_CALL = 1000
 local num_rollouts, batch_ids = 0, {}
 local function void(member)

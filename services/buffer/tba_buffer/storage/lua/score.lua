@@ -1,7 +1,8 @@
 -- Store new rewards of stored rollouts: log, replace, count, and note how far the re-scoring job is, all or nothing.
 -- Rewards that are stored already are left alone, so a repeated call changes nothing.
--- args: ids (of the rollouts, one after the other), changes (theirs, packed as in log.py), kinds (theirs: 0; 1, this is its first known reward;
---       2, the bytes stay because they are damaged, and only the change is stored), job (JSON; absent: none)
+-- args: ids (of the rollouts, one after the other), changes (theirs, packed as in log.py), kinds (theirs:
+--       0; 1, this is its first known reward; 2, the bytes stay because they are damaged, and only the change is
+--       stored), job (JSON; absent: none)
 -- payloads: theirs
 -- Returns 'superseded', or one character per item: 's' it is stored now, 'g' the rollout is gone.
 local ID_BYTES, CHANGE_BYTES = 16, 21 -- the last byte of a change is the status

@@ -5,9 +5,9 @@
 -- checkpoint of one that waits is always in the history of the active lineage.
 -- args: token, request_id, now_s, parent_lineage, parent_step, document (JSON of the lineage),
 --       line (JSON, of the ledger; "LINEAGE" in place of the new number), history (of the parent: "lineage-step ..."),
---       checkpoint_key (of the parent; absent: none), is_rollback, obeys (id of the request for a rollback, absent: none),
---       in_process: the trainer's process has trained the lineage before, so a stop or a failure that came meanwhile stays,
---       fails (why the run fails in this call; absent: it does not)
+--       checkpoint_key (of the parent; absent: none), is_rollback, obeys (id of the request for a rollback; absent:
+--       none), in_process: the trainer's process has trained the lineage before, so a stop or a failure that came
+--       meanwhile stays, fails (why the run fails in this call; absent: it does not)
 -- Returns 'superseded', {'withdrawn'}, {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
 -- A valid parent is the starting model, the start of its lineage, the result of an acked step, or an announced,
 -- checkpointed or adopted version.
@@ -29,7 +29,8 @@ if parent ~= '0-0' then
   local known = redis.call('HMGET', run, 'checkpoint', 'forked_from')
   if not text and known[2] ~= parent then return {'unknown-lineage'} end
   if start ~= parent_step and known[1] ~= parent and known[2] ~= parent
-      and redis.call('HEXISTS', key('ledger_steps'), parent) == 0 and redis.call('HEXISTS', key('announced'), parent) == 0 then
+      and redis.call('HEXISTS', key('ledger_steps'), parent) == 0
+      and redis.call('HEXISTS', key('announced'), parent) == 0 then
     return {'unknown-step'}
   end
 end

@@ -204,9 +204,10 @@ class Place:
         """Return the log of a child."""
         return (self.folder / "logs" / f"{child}.log").read_text()
 
-    def summary(self, run: str = RUN) -> dict[str, Any]:
-        """summary.json."""
-        return json.loads((self.path / "runs" / run / "summary.json").read_text())
+    def summary(self, run: str | None = None) -> dict[str, Any]:
+        """summary.json of a run; None: of the one that the recipe names."""
+        folder = self.folder if run is None else self.path / "runs" / run
+        return json.loads((folder / "summary.json").read_text())
 
     def versions(self, run: str = RUN) -> WeightVersions:
         """The published versions in the store folder of a run."""

@@ -105,7 +105,9 @@ def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_aga
 # ---- draws ---------------------------------------------------------------------------------------------------------
 
 
-def begin_with_damage(serve_buffer: ServeBuffer, server: RedisProcess) -> tuple[BufferClient, LineageReply, str]:
+def begin_with_damage(
+    serve_buffer: ServeBuffer, server: RedisProcess, damaged: bytes = b"\xff\x00"
+) -> tuple[BufferClient, LineageReply, str]:
     """Six scored rollouts of one prompt, one of which is damaged."""
     client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
     client.upload_prompts(make_prompts(1))
@@ -113,7 +115,7 @@ def begin_with_damage(serve_buffer: ServeBuffer, server: RedisProcess) -> tuple[
     client.push([encode_rollout(make_rollout(reward=float(i))) for i in range(6)])
     bad = client.list_rollouts().rollouts[0].rollout_id
     with store(server) as known:
-        known.hset(KEYS.payloads, bytes.fromhex(bad), b"\xff\x00")
+        known.hset(KEYS.payloads, bytes.fromhex(bad), damaged)
     return client, lineage, bad
 
 
@@ -130,10 +132,11 @@ def draw_and_ack(client: BufferClient, lineage: LineageReply, step: int) -> Batc
     return batch
 
 
+@pytest.mark.parametrize("damaged", [b"\xff\x00", encode_rollout(make_rollout(reward=1.0))], ids=["bytes", "other id"])
 def test_a_damaged_rollout_costs_itself_alone_and_fails_with_the_first_ack_that_names_it(
-    serve_buffer: ServeBuffer, redis: RedisProcess
+    serve_buffer: ServeBuffer, redis: RedisProcess, damaged: bytes
 ) -> None:
-    client, lineage, bad = begin_with_damage(serve_buffer, redis)
+    client, lineage, bad = begin_with_damage(serve_buffer, redis, damaged)
     with_damage = []
     for step in range(1, 21):
         batch = draw_and_ack(client, lineage, step)

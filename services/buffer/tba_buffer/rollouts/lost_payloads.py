@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tba.errors import UnavailableError
-from tba.wire import Rollout, Sampling, VersionSpan
+from tba.errors import MalformedError, UnavailableError
+from tba.wire import Rollout, Sampling, VersionSpan, decode_rollout
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
 
@@ -37,6 +37,18 @@ def lost_payload_error(
         f"{rollout_id}): Redis lost data, or somebody deleted it; restore Redis from a backup, or start another run "
         "with a snapshot"
     )
+
+
+def decode_stored(payload: bytes, rollout_id: bytes) -> Rollout:
+    """Decode what is stored of a rollout.
+
+    Raises:
+        WireError: it is damaged, or it is another rollout.
+    """
+    rollout = decode_rollout(payload)
+    if rollout.rollout_id != rollout_id:
+        raise MalformedError(f"what is stored of rollout {rollout_id.hex()} is rollout {rollout.rollout_id.hex()}")
+    return rollout
 
 
 def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> list[Rollout]:

@@ -29,11 +29,11 @@ from tba.api import (
 from tba.concurrency import in_thread
 from tba.errors import NotFoundError, WireError
 from tba.versions import PolicyVersion
-from tba.wire import Rollout, decode_rollout
+from tba.wire import Rollout
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Rows
 from tba_buffer.prompts.catalog import Catalog, bounded_data
-from tba_buffer.rollouts.lost_payloads import placeholders
+from tba_buffer.rollouts.lost_payloads import decode_stored, placeholders
 from tba_buffer.rollouts.selection import (
     MAX_CURSOR_CHARS,
     MAX_PER_PAGE,
@@ -252,7 +252,7 @@ class RolloutReader:
 
     async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
         """Decode stored rollouts; the index's placeholders stand for damaged ones, so that people see them."""
-        decoded = await in_thread(lambda: [_decode(item.payload) for item in stored])
+        decoded = await in_thread(lambda: [_decode(item.payload, item.rollout_id) for item in stored])
         damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
         rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))
         known = {rollout.rollout_id: rollout for rollout in self._placeholders(rows[rows >= 0])}
@@ -289,7 +289,7 @@ class RolloutReader:
             payload = await self._context.redis.hget(self._context.keys.payloads, bytes.fromhex(rollout_id))
         if payload is None:
             raise NotFoundError(f"rollout {rollout_id} is not stored: it was evicted, or never pushed to this run")
-        rollout = _decode(payload)
+        rollout = _decode(payload, bytes.fromhex(rollout_id))
         index = await self._view.catch_up()
         row = index.row_of(bytes.fromhex(rollout_id))
         num_batches = int(index.columns.get("uses", row).sum())  # now: the row may have another number later
@@ -356,8 +356,8 @@ class RolloutReader:
         }
 
 
-def _decode(payload: bytes) -> Rollout | None:
+def _decode(payload: bytes, rollout_id: bytes) -> Rollout | None:
     try:
-        return decode_rollout(payload)
+        return decode_stored(payload, rollout_id)
     except WireError:
         return None

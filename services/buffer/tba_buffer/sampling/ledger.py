@@ -101,7 +101,9 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
     def body(self, payloads: Sequence[bytes]) -> bytes:
         """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
         # payloads are in the order of `rollout_ids`: group after group
-        left = iter(payloads)
+        # one without its id is damaged: it goes out empty, the trainer names its place, and `fail_damaged` finds it
+        pairs = zip(self.rollout_ids, payloads, strict=True)
+        left = iter([payload if rollout_id in payload else b"" for rollout_id, payload in pairs])
         groups = tuple(
             Group(each.prompt_id, each.source, each.fallback, tuple(islice(left, len(each.rollout_ids) // ID_BYTES)))
             for each in self.groups

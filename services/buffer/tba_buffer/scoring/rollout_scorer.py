@@ -21,13 +21,13 @@ from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.errors import BadRequestError, WireError
 from tba.logs import get_logger
-from tba.wire import Rollout, decode_rollout, encode_rollout, storable_parts
+from tba.wire import Rollout, encode_rollout, storable_parts
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, SCORED, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.prompts.catalog import Catalog
-from tba_buffer.rollouts.lost_payloads import placeholders
+from tba_buffer.rollouts.lost_payloads import decode_stored, placeholders
 from tba_buffer.scoring.retries import RetryQueue
 from tba_buffer.scoring.reward_service import RewardConnection, RewardUnavailableError
 from tba_buffer.storage.context import Context
@@ -181,7 +181,7 @@ class RolloutScorer:
             if payload is None:
                 continue
             try:
-                rollouts.append(decode_rollout(payload))
+                rollouts.append(decode_stored(payload, fallback.rollout_id))
             except WireError as error:
                 log.warning("damaged_rollout", rollout_id=fallback.rollout_id.hex(), reason=str(error))
                 failed.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))

@@ -228,7 +228,11 @@ class SnapshotSave:
             item = None if payload is None else next(items)
             if isinstance(item, WireError):
                 log.warning("damaged_rollout", rollout_id=rollout_id.hex(), reason=str(item))
-            found.append(isinstance(item, Rollout) and self._catalog.find(item.prompt_id) is not None)
+            found.append(
+                isinstance(item, Rollout)
+                and item.rollout_id == rollout_id
+                and self._catalog.find(item.prompt_id) is not None
+            )
         return found
 
     async def _read_run(self, end: int) -> tuple[RunHash, dict[int, SavedLineage], list[SavedPublication]]:

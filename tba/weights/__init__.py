@@ -3,6 +3,7 @@
 from tba.weights.digest import params_sha256, params_sha256_of_files, sha256_of_file, tensor_header
 from tba.weights.node_cache import NodeCache
 from tba.weights.publishing import DeltaSettings
+from tba.weights.pulling import LocalVersion
 from tba.weights.repository import (
     WeightVersions,
     check_redis_is_newest,
@@ -12,4 +13,3 @@ from tba.weights.repository import (
     incomplete_versions,
     write_index,
 )
-from tba.weights.routes import LocalVersion

@@ -76,7 +76,18 @@ def read_adapter(adapter: Adapter, path: Path, weights: Mapping[str, RawTensor])
         weight = f"{layer.removeprefix(PEFT_PREFIX)}.weight"
         if weight not in weights or not layer.startswith(PEFT_PREFIX):
             raise MalformedError(f"adapter {path.name} is for {layer!r}, no layer of the starting model")
-        a, b = (_matrix(path, tensors, layer + suffix) for suffix in (A_SUFFIX, B_SUFFIX))
+        matrices = []
+        for name in (layer + A_SUFFIX, layer + B_SUFFIX):
+            if name not in tensors:
+                raise MalformedError(f"adapter {path.name} lacks {name!r}")
+            dtype, shape, raw = tensors[name]
+            if dtype != "F32" or len(shape) != 2 or not all(shape):
+                problem = f"{name!r} is {dtype} {list(shape)}; it must be a matrix in F32"
+                raise MalformedError(f"adapter {path.name}: {problem}")
+            matrices.append(raw.view("<f4").reshape(shape))
+            if not np.isfinite(matrices[-1]).all():
+                raise MalformedError(f"adapter {path.name}: {name!r} holds values that are not finite")
+        a, b = matrices
         dtype, shape, _ = weights[weight]
         wanted = shape[::-1] if adapter.fan_in_fan_out else shape
         if dtype not in _DTYPES or not a.shape[0] == b.shape[1] == adapter.rank or (len(b), a.shape[1]) != wanted:
@@ -93,18 +104,6 @@ def read_adapter(adapter: Adapter, path: Path, weights: Mapping[str, RawTensor])
 def exact_bits(rank: int) -> int:
     """Return how many bits the elements of both matrices may have so that sums of `rank` products are exact."""
     return (_FLOAT64_BITS - (rank - 1).bit_length()) // 2
-
-
-def _matrix(path: Path, tensors: Mapping[str, RawTensor], name: str) -> NDArray[np.float32]:
-    if name not in tensors:
-        raise MalformedError(f"adapter {path.name} lacks {name!r}")
-    dtype, shape, raw = tensors[name]
-    if dtype != "F32" or len(shape) != 2 or not all(shape):
-        raise MalformedError(f"adapter {path.name}: {name!r} is {dtype} {list(shape)}; it must be a matrix in F32")
-    matrix = raw.view("<f4").reshape(shape)
-    if not np.isfinite(matrix).all():
-        raise MalformedError(f"adapter {path.name}: {name!r} holds values that are not finite")
-    return matrix
 
 
 def _on_grid(matrix: NDArray[np.float64], num_bits: int) -> NDArray[np.float64]:

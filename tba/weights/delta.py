@@ -59,10 +59,16 @@ def encode_tensor(old: NDArray[np.uint8] | None, new: NDArray[np.uint8], dtype: 
     after = _elements(new, dtype)
     if old is None or old.nbytes != new.nbytes:
         return b"".join(bytes([WHOLE]) + _numbers(part, compressor) for part in _segments(after))
-    before = _elements(old, dtype)
-    segments = [
-        _encode_segment(a, b, dtype, compressor) for a, b in zip(_segments(before), _segments(after), strict=True)
-    ]
+    segments: list[bytes] = []
+    for before, part in zip(_segments(_elements(old, dtype)), _segments(after), strict=True):
+        changed = np.flatnonzero(before != part)
+        if len(changed) == 0:
+            segments.append(bytes([EQUAL]))
+        elif len(changed) > MAX_SPARSE_DENSITY * len(part):
+            segments.append(bytes([DENSE]) + _numbers(_steps(before, part, dtype), compressor))
+        else:
+            numbers = _numbers(_steps(before[changed], part[changed], dtype), compressor)
+            segments.append(bytes([SPARSE]) + _frame(_gaps(changed), compressor) + numbers)
     return b"".join(segments) if any(segment[0] != EQUAL for segment in segments) else None
 
 
@@ -89,16 +95,6 @@ def apply_tensor(
         for new in _segments(after):
             _apply_segment(reader, new if base is out else None, new, dtype)
     reader.require_end()
-
-
-def _encode_segment(old: Elements, new: Elements, dtype: str, compressor: zstandard.ZstdCompressor) -> bytes:
-    changed = np.flatnonzero(old != new)
-    if len(changed) == 0:
-        return bytes([EQUAL])
-    if len(changed) > MAX_SPARSE_DENSITY * len(new):
-        return bytes([DENSE]) + _numbers(_steps(old, new, dtype), compressor)
-    steps = _steps(old[changed], new[changed], dtype)
-    return bytes([SPARSE]) + _frame(_gaps(changed), compressor) + _numbers(steps, compressor)
 
 
 def _apply_segment(reader: _Reader, base: Elements | None, out: Elements, dtype: str) -> None:

@@ -21,9 +21,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128_hexdigest
 
-from tba.errors import MalformedError, StoreError
+from tba.errors import DigestError, MalformedError, StoreError
 from tba.fields import first_problem
-from tba.wire.weight_manifest import TensorEntry, table_sha256
+from tba.wire.weight_manifest import Manifest, TensorEntry, table_sha256
 
 RawTensor = tuple[str, tuple[int, ...], NDArray[np.uint8]]
 """Dtype as safetensors writes it, shape, raw little-endian bytes."""
@@ -97,6 +97,42 @@ def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
         ]
     except ValidationError as error:
         raise MalformedError(f"tensors of {', '.join(map(str, paths))}: {first_problem(error)}") from None
+
+
+def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
+    """Check that files hold exactly the tensors of a manifest.
+
+    Raises:
+        DigestError: a tensor differs, is missing, or is none of the manifest's.
+        MalformedError: not a safetensors file.
+        StoreError: a file cannot be read.
+    """
+    found = {each.name: (each.dtype, each.shape, each.digest) for each in describe_tensors(paths)}
+    expected = {each.name: (each.dtype, each.shape, each.digest) for each in manifest.tensors}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise DigestError(
+                f"tensor {name!r} of weight version {manifest.version} is {found.get(name, 'missing')}, the manifest "
+                f"says {expected.get(name, 'nothing of it')}"
+            )
+
+
+def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
+    """Check that every tensor of some files has the digest that it is to have; there may be more tensors elsewhere.
+
+    Raises:
+        DigestError: a tensor differs, or has no digest.
+        MalformedError: not a safetensors file.
+        StoreError: a file cannot be read.
+    """
+
+    def check(item: tuple[str, RawTensor]) -> None:
+        name, (_, _, raw) = item
+        if (found := tensor_digest(raw)) != digests.get(name):
+            raise DigestError(f"tensor {name!r} has the digest {found} here, expected {digests.get(name)}")
+
+    tensors = open_tensors(paths)
+    in_parallel(check, tensors.items(), size_bytes=bytes_of(tensors.values()))
 
 
 def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:

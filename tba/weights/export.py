@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,7 +18,7 @@ from tba.errors import MalformedError
 from tba.tls import with_bare_urls
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions, write_index
-from tba.weights.experts import SPLIT_FAMILIES, split_experts
+from tba.weights.digest import tensor_header
 from tba.wire.weight_manifest import Manifest
 
 PAPER = "https://arxiv.org/abs/2503.18929"
@@ -91,7 +92,16 @@ def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo])
     lines = [_row(heads), "|" + "---|" * len(heads)]
     for name, item in known.items():
         numbers = [item.accuracy, item.greedy_accuracy, *(item.pass_at.get(k) for k in ks), item.mean_reward]
-        lines.append(_row([name, item.version, str(item.num_prompts), *map(_number, numbers)]))
+        lines.append(
+            _row(
+                [
+                    name,
+                    item.version,
+                    str(item.num_prompts),
+                    *(("unknown" if x is None else f"{x:.3f}") for x in numbers),
+                ]
+            )
+        )
     if rows["this version"] is None:
         lines.append("\nThis version itself was not evaluated.")
     lines.append(
@@ -122,22 +132,18 @@ def _training(manifest: Manifest, recipe: Recipe) -> str:
 
 
 def _use(recipe: Recipe) -> str:
+    sections = [section for section in recipe.data.sets if section.column]
+    form = "without a chat template"
+    if sections:
+        arguments = sections[0].chat_template_kwargs
+        called = f", called with `{json.dumps(arguments)}`" if arguments else ""
+        form = f"after its chat template{called} made text of those that are messages"
     return (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n\n'
-        "or `vllm serve .`. The model was trained on prompts exactly as the tokenizer encodes them, "
-        f"{_form(recipe)}. The policy that was trained is the model sampled at temperature "
-        f"{recipe.model.policy_temperature:g}."
+        f"or `vllm serve .`. The model was trained on prompts exactly as the tokenizer encodes them, {form}. "
+        f"The policy that was trained is the model sampled at temperature {recipe.model.policy_temperature:g}."
     )
-
-
-def _form(recipe: Recipe) -> str:
-    sections = [section for section in recipe.data.sets if section.column]
-    if not sections:
-        return "without a chat template"
-    arguments = sections[0].chat_template_kwargs
-    called = f", called with `{json.dumps(arguments)}`" if arguments else ""
-    return f"after its chat template{called} made text of those that are messages"
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -167,18 +173,18 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
-
-
 CARD_NAME = "README.md"
 CONFIG_NAME = "config.json"
+SPLIT_FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
+"""`model_type` of the families whose experts are called `mlp.experts.0.gate_proj.weight` and so on."""
+_PARTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
+_ALIGNMENT_BYTES = 8
 
 
 def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
     """Download a version into `folder`, verify every digest, and write its model card.
 
-    Experts get tensors of their own (experts.py).
+    Experts get tensors of their own (`split_experts`).
 
     Raises:
         ObjectNotFoundError: the version does not exist (any more).
@@ -188,7 +194,15 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
     """
     local = versions.download_model(version, folder)
     manifest = local.manifest
-    config = _name_dtype(folder / CONFIG_NAME, manifest.dtype)
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_bytes())
+    except ValueError as error:
+        raise MalformedError(f"{CONFIG_NAME} of the published version is not JSON: {error}") from None
+    # this config.json is that of the starting model, which may have another dtype
+    config["dtype"] = manifest.dtype
+    if "torch_dtype" in config:  # the name that transformers used before 4.56
+        config["torch_dtype"] = manifest.dtype
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if config.get("model_type") in SPLIT_FAMILIES:
         for path in local.paths:
             split_experts(path)
@@ -198,15 +212,52 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
     return manifest
 
 
-def _name_dtype(path: Path, dtype: str) -> dict[str, Any]:
-    """Write the dtype of the published weights into config.json, and return it."""
-    # this config.json is that of the starting model, which may have another dtype
+def split_experts(path: Path) -> None:
+    """Give the experts of a safetensors file tensors of their own, in place, as most tools know them.
+
+    transformers 5 holds the experts of a layer in two tensors, [E, 2 I, H] (gate above up) and [E, H, I] (down), and
+    versions have those. Row after row, they are the tensors of the experts one after another: the bytes stay, and the
+    header of the file changes. E experts, I their inner size, H hidden units.
+
+    Raises:
+        MalformedError: not a safetensors file.
+        OSError: the disk is full, for example: the file is written anew beside itself.
+    """
+    old = tensor_header(path)
+    new = {name: entry for names in map(_split, old, old.values()) for name, entry in names}
+    if new.keys() == old.keys():
+        return
+    header = json.dumps({"__metadata__": {"format": "pt"}, **new}).encode()
+    header += b" " * (-len(header) % _ALIGNMENT_BYTES)  # tensors begin at a multiple of it
+    other = path.with_suffix(".part")
     try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise MalformedError(f"{path.name} of the published version is not JSON: {error}") from None
-    config["dtype"] = dtype
-    if "torch_dtype" in config:  # the name that transformers used before 4.56
-        config["torch_dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return config
+        with path.open("rb") as source, other.open("wb") as target:
+            source.seek(8 + int.from_bytes(source.read(8), "little"))
+            target.write(len(header).to_bytes(8, "little") + header)
+            shutil.copyfileobj(source, target, 2**24)
+        other.replace(path)
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def _split(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the names and header entries that a tensor becomes."""
+    suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
+    if suffix is None:
+        yield name, entry
+        return
+    layer, parts = name.removesuffix(suffix), _PARTS[suffix]
+    num_experts, num_rows, num_columns = entry["shape"]
+    start, end = entry["data_offsets"]
+    size_bytes = (end - start) // (num_experts * len(parts))
+    for number in range(num_experts * len(parts)):
+        expert, part = divmod(number, len(parts))
+        first = start + number * size_bytes
+        yield (
+            f"{layer}.mlp.experts.{expert}.{parts[part]}.weight",
+            {
+                "dtype": entry["dtype"],
+                "shape": [num_rows // len(parts), num_columns],
+                "data_offsets": [first, first + size_bytes],
+            },
+        )

@@ -120,7 +120,7 @@ class NodeCache:
         return True
 
     def add(self, name: str, path: Path) -> None:
-        """Keep a verified file as an entry; without room on the disk, go on without."""
+        """Keep a verified file as an entry, in place of the least recently used. Without room on the disk go on."""
         size_bytes = path.stat().st_size
         if size_bytes > self._max_bytes:
             return
@@ -129,7 +129,18 @@ class NodeCache:
             link_or_copy(path, temporary)
             _note_use(temporary)
             temporary.replace(self._folder / name)
-            self._evict()
+            entries = []
+            for each in self._folder.iterdir():
+                if _ENTRY.fullmatch(each.name):
+                    with suppress(FileNotFoundError):  # another process evicts as well
+                        entries.append((each.stat().st_atime_ns, each.stat().st_size, each))
+            total_bytes = sum(entry_bytes for _, entry_bytes, _ in entries)
+            for _, entry_bytes, each in sorted(entries):
+                if total_bytes <= self._max_bytes:
+                    break
+                each.unlink(missing_ok=True)
+                (self._folder / f".lock-{each.name}").unlink(missing_ok=True)
+                total_bytes -= entry_bytes
         except OSError as error:
             temporary.unlink(missing_ok=True)
             reason = explain_full_disk(error, self._folder, size_bytes=size_bytes) or str(error)
@@ -140,20 +151,6 @@ class NodeCache:
         """Remove an entry that is damaged."""
         log.warning("weight_cache_damaged", name=name)
         (self._folder / name).unlink(missing_ok=True)
-
-    def _evict(self) -> None:
-        entries = []
-        for path in self._folder.iterdir():
-            if _ENTRY.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # another process evicts as well
-                    entries.append((path.stat().st_atime_ns, path.stat().st_size, path))
-        total_bytes = sum(size_bytes for _, size_bytes, _ in entries)
-        for _, size_bytes, path in sorted(entries):
-            if total_bytes <= self._max_bytes:
-                return
-            path.unlink(missing_ok=True)
-            (self._folder / f".lock-{path.name}").unlink(missing_ok=True)
-            total_bytes -= size_bytes
 
 
 def _note_use(path: Path) -> None:

@@ -1,27 +1,60 @@
-"""Write a version to the store: describe its tensors (those of an adapter are merged for that), encode a delta where it
-pays, upload, manifest last. Several processes may each store a share of it (shares.py); one writes the manifest."""
+"""Put a version into the store: its tensors, whole or as what changed, its files, and the manifest last.
+
+    WeightVersions.publish -> VersionWriter -> Share.describe   digests of the tensors, their changes since the base
+                                            -> Share.upload     whole, as changes, or both: what is best for the version
+                                            -> manifest
+
+Several processes may each store a share of the tensors: those that they own. A share reads files alone, so each process
+works on its own; one of them writes the manifest, which makes the shares one version. The tensors of an adapter are
+merged for their digests.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
-from pydantic import ValidationError
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
-from tba.errors import MalformedError, ObjectExistsError, ObjectNotFoundError, StoreUnavailableError
+from tba.errors import (
+    DigestError,
+    MalformedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tba.fields import first_problem
 from tba.logs import get_logger
 from tba.store import ObjectStore
+from tba.store.file import explain_no_space
 from tba.versions import PolicyVersion
 from tba.weights.adapter import AdapterFile, merged_table
-from tba.weights.assembly import check_tensors_of
-from tba.weights.digest import open_tensors, sha256_of_file
-from tba.weights.routes import LocalVersion
-from tba.weights.shares import CheckedFiles, OtherShares, Share, ShareBase, ShareTable, describe_changes, put_file
+from tba.weights.delta import encode_tensor
+from tba.weights.digest import (
+    FileStamps,
+    RawTensor,
+    bytes_of,
+    check_digests,
+    check_tensors_of,
+    describe_tensors,
+    digest_of_file,
+    file_stamps,
+    in_parallel,
+    num_threads,
+    open_tensors,
+    sha256_of_file,
+    tensor_header,
+)
+from tba.weights.pulling import LocalVersion
 from tba.wire.weight_manifest import (
     MAX_DELTAS,
     Adapter,
@@ -37,6 +70,11 @@ from tba.wire.weight_manifest import (
     table_sha256,
 )
 
+MANIFEST_NAME = "manifest.json"
+DELTA_FILE_BYTES = 64 * 1024 * 1024
+"""Of encoded tensors in one delta file; a larger one has a file of its own."""
+BATCH_BYTES = 4 * 1024**3
+"""Of tensors that are encoded at once; a larger one is encoded by itself."""
 MODEL_CONFIG_NAME = "config.json"
 NOT_TOKENIZER = (MODEL_CONFIG_NAME, "generation_config.json")
 _NOT_CONTENT = {"schema_version", "created_at_s", "canary", "torch_version", "transformers_version"}
@@ -111,13 +149,28 @@ class VersionWriter:
         if MODEL_CONFIG_NAME not in files:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
         # asked first: while the store is away, the tensors are not hashed and encoded
-        exists = self._store.size_bytes(f"{version_prefix(self._run, version)}manifest.json") is not None
+        manifest_key = version_prefix(self._run, version) + MANIFEST_NAME
+        exists = self._store.size_bytes(manifest_key) is not None
         tensors_paths = new["tensors_paths"]
         paths = (tensors_paths.path,) if isinstance(tensors_paths, AdapterFile) else tensors_paths
         # encoded files are beside the tensors, where there is room
         with tempfile.TemporaryDirectory(prefix=".delta-", dir=paths[0].parent, ignore_cleanup_errors=True) as folder:
             manifest, stored = self._describe(new, Path(folder))
-            return self._upload(manifest, stored, files, exists=exists)
+            data = encode_manifest(manifest)  # before an upload: it may be too large
+            # to compare the manifests is cheap, and uploading the same tensors a second time is not
+            if exists and (found := self._existing(manifest)) is not None:
+                return found
+            for each in manifest.files:
+                put_file(self._store, each.key, each.size_bytes, files[each.name])
+            stored.upload()
+        try:
+            # two trainers may publish the same version at once: create-only decides which of them made it
+            self._store.put(manifest_key, data, create_only=True)
+        except ObjectExistsError:
+            if (found := self._existing(manifest)) is not None:
+                return found
+            raise
+        return manifest
 
     def _describe(self, new: NewVersion, folder: Path) -> tuple[Manifest, _Stored]:
         """Describe a version, and encode it in a folder where that pays."""
@@ -129,7 +182,7 @@ class VersionWriter:
         else:
             share = Share(self._store, prefix, tensors_paths, folder, checked=self._checked)
             settings = new.get("deltas") or DeltaSettings()
-            stored = self._describe_tensors(share, prefix, base, tensors_paths, settings, new.get("others"))
+            stored = self._describe_tensors(share, base, tensors_paths, settings, new.get("others"))
         stored_files = []
         for name, path in sorted(files.items()):
             sha256 = sha256_of_file(path)
@@ -160,29 +213,9 @@ class VersionWriter:
             raise MalformedError(f"weight version {version}: {first_problem(error)}") from None
         return manifest, stored
 
-    def _upload(self, manifest: Manifest, stored: _Stored, files: Mapping[str, Path], *, exists: bool) -> Manifest:
-        """Write objects, then the manifest; return the manifest that is in the store."""
-        data = encode_manifest(manifest)  # before an upload: it may be too large
-        # to compare the manifests is cheap, and uploading the same tensors a second time is not
-        if exists and (found := self._existing(manifest)) is not None:
-            return found
-        for each in manifest.files:
-            put_file(self._store, each.key, each.size_bytes, files[each.name])
-        stored.upload()
-        try:
-            # two trainers may publish the same version at once: create-only decides which of them made it
-            key = f"{version_prefix(self._run, manifest.policy_version)}manifest.json"
-            self._store.put(key, data, create_only=True)
-        except ObjectExistsError:
-            if (found := self._existing(manifest)) is not None:
-                return found
-            raise
-        return manifest
-
     def _describe_tensors(
         self,
         share: Share,
-        prefix: str,
         base: LocalVersion | None,
         paths: Sequence[Path],
         settings: DeltaSettings,
@@ -190,11 +223,14 @@ class VersionWriter:
     ) -> _Stored:
         """Describe a version that is stored whole, as a delta against `base`, or as both, by all processes at once."""
         total_bytes = sum(path.stat().st_size for path in paths) + (0 if others is None else others.size_bytes)
-        num_to_full = self._num_to_full(base)
         max_bytes = settings.max_share * total_bytes
-        against = None
-        if base is not None and num_to_full is not None:
-            against = ShareBase(base.paths, {each.name: each.digest for each in base.manifest.tensors})
+        against, num_to_full = None, 1
+        if base is not None and base.manifest.run == self._run:  # else its version is of another run
+            before = base.manifest
+            if before.delta is not None and not before.is_full:
+                num_to_full = before.delta.num_to_full + 1
+            if num_to_full <= MAX_DELTAS:
+                against = ShareBase(base.paths, {each.name: each.digest for each in before.tensors})
         if others is not None:
             others.begin_describe(None if against is None else against.digests, max_bytes=max_bytes)
         tables: list[ShareTable] = []
@@ -203,14 +239,13 @@ class VersionWriter:
         finally:  # whatever happens here: none may be busy with the version when it is tried again
             if others is not None:
                 tables += others.wait_described()
-        tensors = [each for table in tables for each in table.tensors]
         delta = None
-        if base is not None and num_to_full is not None:
-            delta = _delta(base, num_to_full, tables, max_bytes)
-        is_full = delta is None or delta.num_to_full >= settings.keyframe_interval
-        full = [each for table in tables for each in table.full] if is_full else []
-        theirs = [each for table in tables[1:] for each in (table.full if is_full else [])]
-        theirs += [] if delta is None else [each for table in tables[1:] for each in table.changes or ()]
+        # a process may have failed to encode its own, and all shares together may not pay
+        if base is not None and against is not None and all(table.changes is not None for table in tables):
+            objects = [each for table in tables for each in table.changes or ()]
+            if len(tables) == 1 or sum(each.size_bytes for each in objects) <= max_bytes:
+                delta = Delta(base=str(base.version), num_to_full=num_to_full, objects=objects)
+        is_full = delta is None or num_to_full >= settings.keyframe_interval
 
         def upload() -> None:
             if others is not None:
@@ -220,26 +255,22 @@ class VersionWriter:
             finally:
                 if others is not None:
                     others.wait_uploaded()
-            self._check_stored(theirs)
+            for table in tables[1:]:
+                full, changes = table.full if is_full else [], [] if delta is None else table.changes or []
+                for each in (*full, *changes):
+                    if self._store.size_bytes(each.key) != each.size_bytes:
+                        raise StoreUnavailableError(
+                            f"another process of this trainer has stored {each.key}, and it is not in "
+                            f"{self._store.url}; all processes need the same store: a folder must be shared by their "
+                            "machines (store.url)"
+                        )
 
-        return _Stored(tensors=tensors, full=full, delta=delta, upload=upload)
-
-    def _num_to_full(self, base: LocalVersion | None) -> int | None:
-        """Return the deltas from the nearest full version if this one is a delta against `base`; None: it is none."""
-        if base is None or base.manifest.run != self._run:  # its version is of another run
-            return None
-        before = base.manifest
-        num_to_full = 1 if before.is_full or before.delta is None else before.delta.num_to_full + 1
-        return None if num_to_full > MAX_DELTAS else num_to_full
-
-    def _check_stored(self, objects: Sequence[TensorFile | DeltaObject]) -> None:
-        """Check that what other processes have stored is in the store of this one."""
-        for each in objects:
-            if self._store.size_bytes(each.key) != each.size_bytes:
-                raise StoreUnavailableError(
-                    f"another process of this trainer has stored {each.key}, and it is not in {self._store.url}; all "
-                    "processes need the same store: a folder must be shared by their machines (store.url)"
-                )
+        return _Stored(
+            tensors=[each for table in tables for each in table.tensors],
+            full=[each for table in tables for each in table.full] if is_full else [],
+            delta=delta,
+            upload=upload,
+        )
 
     def _describe_adapter(
         self, version: PolicyVersion, prefix: str, base: LocalVersion | None, file: AdapterFile
@@ -294,13 +325,258 @@ class VersionWriter:
         return found
 
 
-def _delta(base: LocalVersion, num_to_full: int, tables: Sequence[ShareTable], max_bytes: float) -> Delta | None:
-    """Return the delta of all shares; None where a process could not encode its own, or it does not pay."""
-    objects: list[DeltaObject] = []
-    for table in tables:
-        if table.changes is None:
+class ShareTable(BaseModel):
+    """What a share is, and the objects that it would be in the store."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensors: list[TensorEntry]
+    full: list[TensorFile]
+    changes: list[DeltaObject] | None
+    """None: nothing to encode against, or the changes have too many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareBase:
+    """An older version that changes are encoded against."""
+
+    paths: Sequence[Path]
+    """Files of this process with its share of the tensors, or more of them."""
+    digests: Mapping[str, str]
+    """Tensor -> digest, of all tensors, as everyone else has them."""
+
+
+class CheckedFiles:
+    """Remember the tensors of the files that this process hashed last: as the next base they are not hashed again."""
+
+    def __init__(self) -> None:
+        self._known: tuple[FileStamps, Mapping[str, str]] | None = None
+
+    def note(self, stamps: FileStamps, digests: Mapping[str, str]) -> None:
+        """Remember the digests of all tensors of some files.
+
+        Args:
+            stamps: of the files, from before they were read.
+        """
+        self._known = stamps, digests
+
+    def ensure(self, digests: Mapping[str, str], paths: Sequence[Path], check: Callable[[], None]) -> None:
+        """Run `check` of files against the digests of a version, unless they are known to hold its tensors.
+
+        Raises:
+            DigestError, MalformedError, StoreError: of the check.
+        """
+        stamps = file_stamps(paths)
+        if self._known is not None and self._known[0] == stamps and self._known[1].items() <= digests.items():
+            return
+        check()
+        names = {name for path in paths for name in tensor_header(path)}
+        self.note(stamps, {name: digest for name, digest in digests.items() if name in names})
+
+
+class Share:
+    """Stores one process's tensors of a version.
+
+    Args:
+        prefix: what the keys of the version begin with.
+        paths: the safetensors files with the tensors; none where there are more processes than tensors.
+        folder: for encoded changes; the caller deletes it.
+        checked: what is known of this process's files.
+        stem: what the names of changes begin with, different in every process.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        prefix: str,
+        paths: Sequence[Path],
+        folder: Path,
+        *,
+        checked: CheckedFiles,
+        stem: str = "delta",
+    ) -> None:
+        self._store, self._prefix, self._paths, self._folder, self._stem = store, prefix, paths, folder, stem
+        self._checked = checked
+        self._files: dict[str, Path] = {}
+        self._table = ShareTable(tensors=[], full=[], changes=None)
+
+    def describe(self, base: ShareBase | None, *, max_bytes: float) -> ShareTable:
+        """Hash the tensors, and encode what has changed since `base`.
+
+        Args:
+            max_bytes: of all shares' changes; more than that do not pay, and are not encoded to the end.
+
+        Raises:
+            MalformedError: not a safetensors file.
+            StoreError: a file cannot be read.
+        """
+        stamps = file_stamps(self._paths)
+        tensors = describe_tensors(self._paths)
+        full = [
+            TensorFile(name=path.name, key=self._prefix + path.name, size_bytes=path.stat().st_size)
+            for path in self._paths
+        ]
+        changes, paths = None, None if base is None else self._encode(base, max_bytes)
+        if paths is not None:
+            changes = [describe_changes(self._prefix, path, stem=path.stem) for path in paths]
+            self._files = {stored.key: path for stored, path in zip(changes, paths, strict=True)}
+        self._table = ShareTable(tensors=tensors, full=full, changes=changes)
+        self._checked.note(stamps, {each.name: each.digest for each in tensors})  # the next version's base
+        return self._table
+
+    def upload(self, *, whole: bool, changes: bool) -> None:
+        """Store the tensors, their changes, or both; what is there already stays.
+
+        Raises:
+            ObjectExistsError: a file of the version is there with other tensors.
+            StoreUnavailableError
+        """
+        if changes:
+            for stored in self._table.changes or ():
+                put_file(self._store, stored.key, stored.size_bytes, self._files[stored.key])
+        if whole:
+            for stored, path in zip(self._table.full, self._paths, strict=True):
+                self._put_full(stored, path)
+
+    def _encode(self, base: ShareBase, max_bytes: float) -> list[Path] | None:
+        if not self._paths:
+            return []
+        started = time.monotonic()
+        try:
+            # a delta against files that are not the base that others have would be of no use to anyone
+            self._checked.ensure(base.digests, base.paths, lambda: check_digests(base.digests, base.paths))
+            paths = encode_changes(base.paths, self._paths, self._folder, stem=self._stem, max_bytes=max_bytes)
+        except (StoreError, MalformedError) as error:  # the version is stored whole, which needs none of it
+            log.warning("delta_not_made", prefix=self._prefix, reason=str(error))
             return None
-        objects += table.changes
-    if len(tables) > 1 and sum(each.size_bytes for each in objects) > max_bytes:
-        return None
-    return Delta(base=str(base.version), num_to_full=num_to_full, objects=objects)
+        pays = paths is not None
+        log.info("delta_encoded", prefix=self._prefix, pays=pays, encode_s=round(time.monotonic() - started, 3))
+        return paths
+
+    def _put_full(self, stored: TensorFile, path: Path) -> None:
+        try:
+            self._store.put_file(stored.key, path, create_only=True)
+        except ObjectExistsError:
+            # a trainer killed after the upload leaves the same tensors, and they may be published; others never
+            members = {entry.name: entry for entry in self._table.tensors if entry.file == stored.name}
+            with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
+                found = Path(folder) / stored.name
+                self._store.get_file(stored.key, found)
+                try:
+                    is_same = found.stat().st_size == stored.size_bytes
+                    is_same = is_same and {entry.name: entry for entry in describe_tensors([found])} == members
+                except (DigestError, MalformedError):
+                    is_same = False
+            if not is_same:
+                raise ObjectExistsError(
+                    f"{stored.key} in {self._store.url} holds other tensors; another trainer published it, or was "
+                    "killed while it did: take a new lineage, or delete the object"
+                ) from None
+
+
+class OtherShares(Protocol):
+    """The shares of a version that other processes store. Each `begin` is followed by its `wait`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of their tensors."""
+        ...
+
+    def begin_describe(self, base: Mapping[str, str] | None, *, max_bytes: float) -> None:
+        """Have them do as `Share.describe`.
+
+        Args:
+            base: digests of the base's tensors; None: nothing to encode against.
+        """
+        ...
+
+    def wait_described(self) -> list[ShareTable]:
+        """Return what they are."""
+        ...
+
+    def begin_upload(self, *, whole: bool, changes: bool) -> None:
+        """Have them do as `Share.upload`."""
+        ...
+
+    def wait_uploaded(self) -> None:
+        """Return once all are stored."""
+        ...
+
+
+def describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
+    """Return the object that a file of changes, or of an adapter, becomes below `prefix`."""
+    # named by its content: what a killed trainer left under the version never stands in the way
+    digest = digest_of_file(path)
+    name = f"{stem}-{digest}{path.suffix}"
+    return DeltaObject(name=name, key=prefix + name, size_bytes=path.stat().st_size, digest=digest)
+
+
+def put_file(store: ObjectStore, key: str, size_bytes: int, path: Path) -> None:
+    """Store a file under a key that names its content, unless it is there."""
+    if store.size_bytes(key) != size_bytes:
+        store.put_file(key, path)
+
+
+def encode_changes(
+    old_paths: Sequence[Path], new_paths: Sequence[Path], folder: Path, *, max_bytes: float, stem: str = "delta"
+) -> list[Path] | None:
+    """Write what turns the tensors of `old_paths` into those of `new_paths` to delta files in `folder`.
+
+    Args:
+        max_bytes: of all delta files together.
+        stem: what their names begin with.
+
+    Returns:
+        The files, at least one; None when they would have more than `max_bytes`.
+
+    Raises:
+        MalformedError, StoreError: as `open_tensors`; StoreError: the local disk is full.
+    """
+    paths: list[Path] = []
+    pending: dict[str, NDArray[np.uint8]] = {}
+    total_bytes = pending_bytes = 0
+
+    def flush() -> None:
+        path = folder / f"{stem}-{len(paths) + 1:05d}.safetensors"
+        try:
+            save_file(pending, path)
+        except SafetensorError as error:
+            raise StoreError(f"delta {path} cannot be written: {explain_no_space(folder) or error}") from error
+        paths.append(path)
+        pending.clear()
+
+    old, new = open_tensors(old_paths), open_tensors(new_paths)
+
+    def encode(name: str) -> bytes | None:
+        dtype, _, raw = new[name]
+        before = old.get(name)
+        return encode_tensor(before[2] if before is not None and before[0] == dtype else None, raw, dtype)
+
+    for some in _batches(new):
+        encoded_tensors = in_parallel(encode, some, size_bytes=bytes_of(new[name] for name in some))
+        for name, encoded in zip(some, encoded_tensors, strict=True):
+            if encoded is None:
+                continue
+            if pending and pending_bytes + len(encoded) > DELTA_FILE_BYTES:
+                flush()
+                pending_bytes = 0
+            pending[name] = np.frombuffer(encoded, np.uint8)
+            pending_bytes += len(encoded)
+            total_bytes += len(encoded)
+            if total_bytes > max_bytes:
+                return None
+    flush()
+    return paths
+
+
+def _batches(tensors: Mapping[str, RawTensor]) -> Iterator[list[str]]:
+    """Yield the names in batches whose encoded tensors, which may be as large as they are, fit into memory."""
+    batch: list[str] = []
+    size_bytes = 0
+    for name, (_, _, raw) in tensors.items():
+        if batch and (len(batch) == 4 * num_threads() or size_bytes + raw.nbytes > BATCH_BYTES):
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(name)
+        size_bytes += raw.nbytes
+    yield batch

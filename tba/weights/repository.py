@@ -27,11 +27,10 @@ from tba.store import ObjectStore
 from tba.versions import START, PolicyVersion
 from tba.weights.digest import tensor_header
 from tba.weights.node_cache import NodeCache
-from tba.weights.publishing import NewVersion, VersionWriter
-from tba.weights.routes import LocalVersion, RouteReader, damage_error
+from tba.weights.publishing import MANIFEST_NAME, NewVersion, VersionWriter, version_prefix
+from tba.weights.pulling import LocalVersion, VersionReader, damage_error
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest, decode_manifest, sha256_hex
 
-MANIFEST_NAME = "manifest.json"
 _NUM_CACHED_MANIFESTS = 16
 """A manifest of 20,000 tensors has 4 MB, takes a second to read, and 27 MB of memory."""
 log = get_logger("weights")
@@ -153,7 +152,7 @@ class WeightVersions:
         self._cached_manifest = lru_cache(_NUM_CACHED_MANIFESTS)(self.manifest)
         self._needed_bases: dict[PolicyVersion, PolicyVersion | None] = {}
         self._writer = VersionWriter(store, run, self.manifest)
-        self._reader, self._cache = RouteReader(store, self._cached_manifest, cache), cache
+        self._reader, self._cache = VersionReader(store, self._cached_manifest, cache), cache
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -226,11 +225,15 @@ class WeightVersions:
             MalformedError, StoreUnavailableError
         """
         found: list[PolicyVersion] = []
-        while (base := self._needed_base(found[-1] if found else version)) is not None:
+        while True:
+            newest = found[-1] if found else version
+            if newest not in self._needed_bases:
+                self._needed_bases[newest] = self.manifest(newest).needed_base
+            if (base := self._needed_bases[newest]) is None:
+                return found
             if len(found) == MAX_DELTAS:
                 raise MalformedError(f"weight version {version} needs more than {MAX_DELTAS} deltas")
             found.append(base)
-        return found
 
     def needed_by(self, held: Iterable[PolicyVersion]) -> set[PolicyVersion]:
         """Return the versions and everything that they are assembled from; all older ones where that is not known.
@@ -332,13 +335,7 @@ class WeightVersions:
         return delete_incomplete(self._store, prefix, before_lineage=before_lineage, keep=keep)
 
     def _key(self, version: PolicyVersion, name: str) -> str:
-        return f"runs/{self._run}/weights/{version}/{name}"
-
-    def _needed_base(self, version: PolicyVersion) -> PolicyVersion | None:
-        """Return the version that this one cannot be assembled without; None: it is stored whole."""
-        if version not in self._needed_bases:
-            self._needed_bases[version] = self.manifest(version).needed_base
-        return self._needed_bases[version]
+        return version_prefix(self._run, version) + name
 
 
 def _layout(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:

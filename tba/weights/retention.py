@@ -42,7 +42,19 @@ def reasons_to_keep(
     found += [(version, f"among the newest {keep}") for version in older[:keep]]
     found += [(START, "starting model"), *((version, "checkpoint") for version in checkpoints)]
     if info is not None:
-        found += _held_by_run(info, checkpoints)
+        # a resume announces its parent's weights again, so it needs the parent of every lineage it may return to
+        lineages = sorted({info.lineage, *(version.lineage for version in checkpoints)})
+        # any pending evaluation may become the best version after `info` was read
+        pending = [evaluation for evaluation in info.evals if evaluation.state == "pending"]
+        named = [
+            (info.latest_version, "latest"),
+            (info.checkpoint, "checkpoint"),
+            (info.best and info.best.version, "best"),
+            *((item.version, f"held by {item.component_id}") for item in info.components if item.alive),
+            *((evaluation.version, "evaluation in progress") for evaluation in pending),
+            *((info.parents.get(lineage), f"parent of lineage {lineage}") for lineage in lineages),
+        ]
+        found += [(PolicyVersion.parse(text), reason) for text, reason in named if text is not None]
     reasons: dict[PolicyVersion, list[str]] = {}
     # a version that is held and gone needs nothing any more
     for version, reason in found:
@@ -58,18 +70,3 @@ def reasons_to_keep(
         for version in newest_first
         if version in reasons or version in assembled_from
     }
-
-
-def _held_by_run(info: RunInfo, checkpoints: Iterable[PolicyVersion]) -> list[tuple[PolicyVersion, str]]:
-    # A resume announces its parent's weights again, so it needs the parent of every lineage that it may return to.
-    lineages = sorted({info.lineage, *(version.lineage for version in checkpoints)})
-    named = [
-        (info.latest_version, "latest"),
-        (info.checkpoint, "checkpoint"),
-        (info.best and info.best.version, "best"),
-        *((item.version, f"held by {item.component_id}") for item in info.components if item.alive),
-        # one of these may become the best version after `info` was read
-        *((evaluation.version, "evaluation in progress") for evaluation in info.evals if evaluation.state == "pending"),
-        *((info.parents.get(lineage), f"parent of lineage {lineage}") for lineage in lineages),
-    ]
-    return [(PolicyVersion.parse(text), reason) for text, reason in named if text is not None]

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreUnavailableError
 from tba.store import ObjectStore
-from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, shares
+from tba.weights import DeltaSettings, LocalVersion, NodeCache, WeightVersions, publishing
 from tba.weights.digest import digest_of_file
 from tba.wire.weight_manifest import Manifest, encode_manifest
 from tests.support.weight_chain import RUN, Chain, flip, publish, tensors_of, version
@@ -259,8 +259,8 @@ def test_files_that_this_process_has_just_read_are_not_read_again_as_a_base(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    check = shares.check_digests
-    monkeypatch.setattr(shares, "check_digests", lambda *args: made.append("check") or check(*args))
+    check = publishing.check_digests
+    monkeypatch.setattr(publishing, "check_digests", lambda *args: made.append("check") or check(*args))
     versions, local = WeightVersions(chain.store, RUN), chain.local[3]
     for step in (4, 5):
         path, files = chain.files(step, tensors_of(step))

@@ -26,8 +26,7 @@ from tba.errors import TeamError
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions
-from tba.weights.publishing import version_prefix
-from tba.weights.shares import Share
+from tba.weights.publishing import Share, version_prefix
 from tba.wire import Canary, Manifest
 from tests.support.trainer_team import rank_environ
 from tests.support.trainer_values import make_recipe

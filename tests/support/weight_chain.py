@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from tba.config.sections import StoreSection
 from tba.store import ObjectStore, open_store
 from tba.versions import START, PolicyVersion
-from tba.weights import DeltaSettings, LocalVersion, WeightVersions, assembly
+from tba.weights import DeltaSettings, LocalVersion, WeightVersions, pulling
 from tba.wire import Canary, Manifest
 
 RUN = "demo"
@@ -182,7 +182,7 @@ def act_and_die(
         base = LocalVersion(version(step - 1), (before / "model.safetensors",), manifest)
         publish(versions, step, path / "model.safetensors", {"config.json": path / "config.json"}, base)
     else:
-        points.before(assembly, "apply_tensor")
+        points.before(pulling, "apply_tensor")
         versions.download_tensors(version(step), Path(folder))
     points.reach()
     os._exit(points.num)

@@ -13,7 +13,7 @@ from tba_trainer.checkpoints.weight_files import WeightSnapshot
 from tba_trainer.loop import publisher
 
 from tba.versions import PolicyVersion
-from tba.weights import DeltaSettings, shares
+from tba.weights import DeltaSettings, publishing
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
@@ -29,7 +29,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
 ) -> None:
     """The first delta is encoded when step 6 is done, so a loop that waited for it would wait for ever."""
     closed: list[PolicyVersion] = []
-    encode, close = shares.encode_changes, WeightSnapshot.close
+    encode, close = publishing.encode_changes, WeightSnapshot.close
 
     def late(*args: Any, **kwargs: Any) -> list[Path] | None:
         until("step 6 is done", lambda: world.buffer.step >= 6)
@@ -39,7 +39,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
         closed.append(snapshot.version)
         close(snapshot)
 
-    monkeypatch.setattr(shares, "encode_changes", late)
+    monkeypatch.setattr(publishing, "encode_changes", late)
     monkeypatch.setattr(WeightSnapshot, "close", note)
     trainer = {"num_steps": 10, "sync_interval": 2, "checkpoint_interval": 99, "learning_rate": {"value": 1e-4}}
     _whole_every(3, monkeypatch)
@@ -64,13 +64,13 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
 def test_where_a_delta_does_not_pay_the_next_try_is_a_keyframe_later(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, tried = shares.encode_changes, []
+    encode, tried = publishing.encode_changes, []
 
     def note(*args: Any, **kwargs: Any) -> list[Path] | None:
         tried.append(world.buffer.marks[-1])
         return encode(*args, **kwargs)
 
-    monkeypatch.setattr(shares, "encode_changes", note)
+    monkeypatch.setattr(publishing, "encode_changes", note)
     _whole_every(3, monkeypatch)
     trainer = {"num_steps": 7, "sync_interval": 1, "learning_rate": {"value": 1e-2}}  # float32: every bit changes
     world.train(make_recipe(model, trainer=trainer))

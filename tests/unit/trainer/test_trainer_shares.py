@@ -16,7 +16,7 @@ from tba_trainer.checkpoints.weight_files import share_files
 from tba.errors import ObjectExistsError, StoreUnavailableError, TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
-from tba.weights import LocalVersion, WeightVersions, shares
+from tba.weights import LocalVersion, WeightVersions, publishing
 from tba_cli.ports import PortRequest, choose_ports
 from tests.support.share_team import ShareTeam, publish, take, tensors_of
 from tests.support.trainer_team import rank_environ
@@ -245,7 +245,7 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
     snapshot, busy = team.take(2), threading.Event()
     others = snapshot.others
     assert others is not None
-    describe = shares.describe_tensors
+    describe = publishing.describe_tensors
 
     def hang(paths: list[Path]) -> object:
         if paths and paths[0].is_relative_to(tmp_path / "follower-1"):
@@ -254,7 +254,7 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
             assert busy.wait(10)
         return describe(paths)
 
-    monkeypatch.setattr(shares, "describe_tensors", hang)
+    monkeypatch.setattr(publishing, "describe_tensors", hang)
     with pytest.raises(TbaError, match="1-2 of the other processes are given up"):
         publish(team.versions, snapshot)
     busy.set()

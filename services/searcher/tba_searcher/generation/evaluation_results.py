@@ -14,7 +14,7 @@ from tba.api import EvalResult
 from tba.errors import ConfigError
 from tba.evaluation.statistics import mean_of_pairs
 from tba.fields import bounded_or_none
-from tba.weights.load_report import check_load_report
+from tba.model_folders import check_load_report
 from tba_searcher.generation.visits import Visit
 
 if TYPE_CHECKING:

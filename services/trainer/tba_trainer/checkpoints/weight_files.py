@@ -31,7 +31,7 @@ from torch import Tensor
 from tba.config import Recipe
 from tba.versions import START, PolicyVersion
 from tba.weights.adapter import AdapterFile
-from tba.weights.shares import OtherShares
+from tba.weights.publishing import OtherShares
 from tba.wire import Canary
 from tba_trainer.checkpoints.canary import CanaryMaker
 from tba_trainer.model.parameters import (

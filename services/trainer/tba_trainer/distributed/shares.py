@@ -22,7 +22,7 @@ from tba.config import Recipe
 from tba.errors import DigestError, MalformedError, ObjectExistsError, StoreUnavailableError, TbaError, TeamError
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
-from tba.weights.shares import CheckedFiles, Share, ShareBase, ShareTable
+from tba.weights.publishing import CheckedFiles, Share, ShareBase, ShareTable
 from tba_trainer.checkpoints.weight_files import SharesOfTeam, WeightSnapshot
 from tba_trainer.distributed.jobs import Job, Replies, Reply, give_reply
 from tba_trainer.distributed.process_group import Team

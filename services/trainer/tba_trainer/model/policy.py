@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from tba.config.sections import ModelSection
 from tba.config.trainer import LoraSection
 from tba.errors import ConfigError, TbaError
-from tba.model_folders import check_tokenizer, trust_hint
-from tba.weights.load_report import check_load_report
+from tba.model_folders import check_load_report, check_tokenizer, trust_hint
 from tba_trainer.model.logprobs import AUTOCAST_EXPERTS, autocast_experts
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
 from tba_trainer.model.parameters import ADAPTER, assign, is_adapted

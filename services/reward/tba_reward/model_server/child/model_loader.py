@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
-from tba.weights.load_report import check_load_report
+from tba.model_folders import check_load_report
 from tba_reward.scorer import Failure
 
 InputForm = Literal["text", "chat"]

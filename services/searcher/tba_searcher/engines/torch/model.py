@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tba.errors import ConfigError
-from tba.weights.load_report import check_load_report
+from tba.model_folders import check_load_report
 from tba_searcher.engines.weight_check import check_tensors, dtype_name, file_stamps
 
 

@@ -1,14 +1,25 @@
-"""Get the files of a version out of the store, by the cheapest route in bytes.
+"""Pull a version: get its files out of the store by the cheapest route in bytes, and verify every tensor.
 
-    route   a full version in the store, or a version whose files are here, and the deltas from it to the version; or
-            the starting model, in the store or here, and the adapter of the version
+    notice       the reply to a lease or a push names the newest version: `tba_searcher.loop`
+    pull         beside generation, in a thread: `tba_searcher.generation.version_pulls`
+    manifest     `WeightVersions.download_tensors`, in repository.py
+    cache        where another searcher of this machine has made the files: `_by_cache`, node_cache.py
+    route        to a full version in the store, or to a version whose files are here, and the deltas from it to the
+                 version; or to the starting model, in the store or here, and the adapter of the version: `_routes`
+    objects      `_get`: size and digest as the manifest says
+    files        `assemble` (deltas) or `merge` (an adapter): every tensor has the manifest's digest
+    stage, swap  between two decode steps, and the check of parameters and canary: `tba_searcher.engines.weight_check`
 
-Every resulting tensor is verified. When a route fails (damage, a gap, a delta for another base), the next one is tried;
-routes from full versions come last, so a wrong file on this machine never blocks a version.
+When a route fails (damage, a gap, a delta for another base), the next one is tried. Routes from full versions come
+last, so a wrong file on this machine never blocks a version. Tensors are independent: several threads work on one
+tensor each, and no more than these tensors are in memory at once.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -17,15 +28,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
 from tba.logs import get_logger
 from tba.store import ObjectStore
 from tba.store.file import explain_full_disk
 from tba.versions import PolicyVersion
-from tba.weights.assembly import assemble, check_tensors_of, merge
-from tba.weights.digest import digest_of_file, open_tensors, sha256_of_file
+from tba.weights.adapter import merge_into, read_adapter
+from tba.weights.delta import SEGMENT_ELEMENTS, apply_tensor
+from tba.weights.digest import (
+    RawTensor,
+    check_tensors_of,
+    digest_of_file,
+    in_parallel,
+    open_tensors,
+    sha256_of_file,
+    tensor_digest,
+)
 from tba.weights.node_cache import NodeCache
-from tba.wire.weight_manifest import MAX_DELTAS, Adapter, DeltaObject, Manifest, StoredObject, TensorFile, table_sha256
+from tba.wire.weight_manifest import (
+    DTYPE_BYTES,
+    MAX_DELTAS,
+    Adapter,
+    DeltaObject,
+    Manifest,
+    StoredObject,
+    TensorEntry,
+    TensorFile,
+    table_sha256,
+)
 
 _MAX_SEARCHED = 32
 """Deltas within which a version that is here is looked for: each manifest is a request."""
@@ -70,7 +103,7 @@ class Route:
         return full + merged + sum(each.delta_bytes for each in self.deltas)
 
 
-class RouteReader:
+class VersionReader:
     """Downloads versions of one run.
 
     Args:
@@ -121,7 +154,13 @@ class RouteReader:
             for path in (*local.paths, *(incoming / stored.name for stored in files)):
                 # only when every file is verified: an engine never sees a mixture of two versions
                 os.replace(path, folder / path.name)
-            base = _moved(local.base, folder) if keeps_base and local.base is not None else None
+            base = local.base if keeps_base else None
+            if base is not None:
+                place = folder / f"base-{base.version}"
+                place.mkdir(exist_ok=True)
+                for path in base.paths:
+                    os.replace(path, place / path.name)
+                base = replace(base, paths=tuple(place / path.name for path in base.paths))
             return replace(local, paths=tuple(folder / path.name for path in local.paths), base=base)
         except TbaError:
             raise
@@ -136,14 +175,27 @@ class RouteReader:
                 shutil.rmtree(incoming, ignore_errors=True)
 
     def _routes(self, target: Manifest, held: Sequence[LocalVersion], gaps: list[TbaError]) -> Iterator[Route]:
-        """Yield the routes to a version: first from what is here, as long as its deltas are smaller than the whole
-        version, then from versions that are stored whole, the nearest first.
+        """Yield the routes to a version: first through its adapter, then from what is here, as long as its deltas are
+        smaller than the whole version, then from versions that are stored whole, the nearest first.
 
         Args:
             gaps: gets the reason why the chain of bases ends before its first version, if it does.
         """
         here = {local.version: local for local in held}
-        yield from self._adapter_routes(target, here, gaps)
+        if target.adapter is not None:
+            version = PolicyVersion.parse(target.adapter.base)
+            if version in here:
+                yield Route(here[version], (), target.adapter)
+            try:
+                base = self._manifest(version)
+            except (ObjectNotFoundError, MalformedError) as error:
+                gaps.append(error)
+            else:
+                if base.is_full:
+                    yield Route(base, (), target.adapter)
+                else:  # a base that must be assembled itself would be a chain without end
+                    problem = f"the starting model {version}, which its adapter is for, is not stored whole"
+                    gaps.append(MalformedError(problem))
         for node, deltas in self._chain(target, here, []) if here else ():
             delta_bytes = sum(each.delta_bytes for each in deltas)
             if node.policy_version < min(here) or delta_bytes > target.full_bytes or len(deltas) > _MAX_SEARCHED:
@@ -153,25 +205,6 @@ class RouteReader:
         for node, deltas in self._chain(target, here, gaps):
             if node.is_full:
                 yield Route(node, deltas)
-
-    def _adapter_routes(
-        self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
-    ) -> Iterator[Route]:
-        """Yield the ways through the adapter of a version: to the starting model that is here, and from the store's."""
-        if target.adapter is None:
-            return
-        version = PolicyVersion.parse(target.adapter.base)
-        if version in here:
-            yield Route(here[version], (), target.adapter)
-        try:
-            base = self._manifest(version)
-        except (ObjectNotFoundError, MalformedError) as error:
-            gaps.append(error)
-            return
-        if base.is_full:
-            yield Route(base, (), target.adapter)
-        else:  # a base that must be assembled itself would be a chain without end
-            gaps.append(MalformedError(f"the starting model {version}, which its adapter is for, is not stored whole"))
 
     def _chain(
         self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
@@ -190,7 +223,11 @@ class RouteReader:
 
     def _by_cache(self, cache: NodeCache, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
         """Take the files from the cache; where it lacks one, make them all, and add them."""
-        names = {file: _content_name(target, file) for file in dict.fromkeys(each.file for each in target.tensors)}
+        names: dict[str, str] = {}
+        for file in dict.fromkeys(each.file for each in target.tensors):
+            # by its tensors, wherever it was made
+            members = [(each.name, each.dtype, each.shape, each.digest) for each in target.tensors if each.file == file]
+            names[file] = f"tensors-{table_sha256(members)}"
         paths = tuple(folder / file for file in names)
         # one of the searchers of this machine makes a version, the others wait for it
         with cache.only_one(names[paths[0].name]):
@@ -221,7 +258,9 @@ class RouteReader:
             except StoreUnavailableError:
                 raise  # no fault of the route
             except (StoreError, MalformedError, FileNotFoundError) as error:  # files that were here may be gone
-                log.warning("weights_route_failed", version=target.version, start=_name(route), reason=str(error))
+                where = "here" if isinstance(route.start, LocalVersion) else "full"
+                start = f"{route.start.version} ({where}{'' if route.adapter is None else ', adapter'})"
+                log.warning("weights_route_failed", version=target.version, start=start, reason=str(error))
                 first_error, num_failed = first_error or error, num_failed + 1
                 self.num_failed += 1
         if first_error is not None:
@@ -314,22 +353,146 @@ def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaOb
     )
 
 
-def _moved(base: LocalVersion, folder: Path) -> LocalVersion:
-    """Move the files of a starting model into a folder of its own in `folder`."""
-    target = folder / f"base-{base.version}"
-    target.mkdir(exist_ok=True)
-    for path in base.paths:
-        os.replace(path, target / path.name)
-    return replace(base, paths=tuple(target / path.name for path in base.paths))
+def assemble(
+    manifest: Manifest, base_paths: Sequence[Path], steps: Sequence[tuple[Manifest, Sequence[Path]]], folder: Path
+) -> list[Path]:
+    """Write the verified files of a version to `folder`.
+
+    Args:
+        manifest: of the version.
+        base_paths: the files of the version that the first step starts from.
+        steps: manifest and delta files of each version on the way, oldest first; the last one is of `manifest`.
+
+    Returns:
+        One file for each that the manifest's tensors name.
+
+    Raises:
+        DigestError: a tensor is not what the manifest says.
+        MalformedError: a delta cannot have been written for this base.
+        StoreError: a file cannot be read.
+        StoreUnavailableError: the local disk is full.
+    """
+    tables = [{entry.name: entry for entry in version.tensors} for version, _ in steps]
+    base = open_tensors(base_paths)
+    changes: list[Mapping[str, RawTensor]] = []
+    for (version, paths), table in zip(steps, tables, strict=True):
+        changes.append(open_tensors(paths))
+        if unknown := sorted(changes[-1].keys() - table.keys()):
+            raise MalformedError(f"the delta of version {version.version} changes {unknown[0]!r}, no tensor of it")
+    plans = {entry.name: _plan(entry, base.get(entry.name), tables, changes) for entry in manifest.tensors}
+    for entry in manifest.tensors:  # before room is made: the sizes are a stranger's
+        if plans[entry.name][0] is None and not plans[entry.name][1]:
+            raise MalformedError(f"the base of version {manifest.version} lacks the tensor {entry.name!r}")
+
+    def build(entry: TensorEntry, out: NDArray[np.uint8]) -> None:
+        current, encoded = plans[entry.name]
+        for each in encoded:
+            apply_tensor(each, current, out, entry.dtype)
+            current = out
+        if current is not None and current is not out:
+            np.copyto(out, current)
+
+    return _write_files(manifest, folder, build)
 
 
-def _content_name(manifest: Manifest, file: str) -> str:
-    """Return a name of a safetensors file by its tensors, wherever it was made."""
-    members = [(each.name, each.dtype, each.shape, each.digest) for each in manifest.tensors if each.file == file]
-    return f"tensors-{table_sha256(members)}"
+def merge(manifest: Manifest, base: Mapping[str, RawTensor], adapter: Adapter, path: Path, folder: Path) -> list[Path]:
+    """Write the verified files of a version that is an adapter to `folder`.
+
+    Args:
+        manifest: of the version.
+        base: tensors of the starting model.
+        path: file of the adapter.
+
+    Returns, raises: as `assemble`.
+    """
+    layers = read_adapter(adapter, path, base)
+    for entry in manifest.tensors:  # before room is made: the sizes are a stranger's
+        if entry.name not in base or (entry.dtype, tuple(entry.shape)) != base[entry.name][:2]:
+            raise MalformedError(
+                f"tensor {entry.name!r} of version {manifest.version} is {entry.dtype} {entry.shape}, and the starting "
+                f"model, which its adapter is for, has {list(base[entry.name][:2]) if entry.name in base else 'none'}"
+            )
+
+    def build(entry: TensorEntry, out: NDArray[np.uint8]) -> None:
+        if entry.name in layers:
+            merge_into(base[entry.name], layers[entry.name], out)
+        else:
+            np.copyto(out, base[entry.name][2])
+
+    return _write_files(manifest, folder, build)
 
 
-def _name(route: Route) -> str:
-    where = "here" if isinstance(route.start, LocalVersion) else "full"
-    adapter = "" if route.adapter is None else ", adapter"
-    return f"{route.start.version} ({where}{adapter})"
+def _plan(
+    wanted: TensorEntry,
+    before: RawTensor | None,
+    tables: Sequence[Mapping[str, TensorEntry]],
+    changes: Sequence[Mapping[str, RawTensor]],
+) -> tuple[NDArray[np.uint8] | None, list[memoryview]]:
+    """Return the bytes that a tensor starts from (None: it starts as a whole one), and what to apply, oldest first."""
+    current = None if before is None or before[2].nbytes != wanted.size_bytes else before[2]
+    encoded: list[memoryview] = []
+    for table, changed in zip(tables, changes, strict=True):
+        entry = table.get(wanted.name)
+        if entry is None or entry.size_bytes != wanted.size_bytes:
+            # it vanished or had another shape meanwhile: it is whole when it comes back
+            current, encoded = None, []
+        elif wanted.name in changed:
+            encoded.append(changed[wanted.name][2].data)
+            # a byte for each segment, at least
+            if encoded[-1].nbytes * SEGMENT_ELEMENTS * DTYPE_BYTES[wanted.dtype] < wanted.size_bytes:
+                raise MalformedError(
+                    f"a delta of {encoded[-1].nbytes} bytes cannot hold tensor {wanted.name!r} of {wanted.size_bytes}"
+                )
+    return current, encoded
+
+
+def _write_files(
+    manifest: Manifest, folder: Path, build: Callable[[TensorEntry, NDArray[np.uint8]], None]
+) -> list[Path]:
+    """Write the safetensors files of a version, each tensor by `build`, and check the digest of each.
+
+    Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
+    """
+    views: dict[str, NDArray[np.uint8]] = {}
+    names = list(dict.fromkeys(entry.file for entry in manifest.tensors))
+    for name in names:
+        # wide dtypes first, as the library writes them: then each tensor is aligned
+        members = sorted(
+            (entry for entry in manifest.tensors if entry.file == name),
+            key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.name),
+        )
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        places: dict[str, tuple[int, int]] = {}
+        for entry in members:
+            begin, end = end, end + entry.size_bytes
+            places[entry.name] = (begin, end)
+            header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        start = 8 + len(encoded)
+        try:
+            with (folder / name).open("w+b") as file:
+                # reserved first: a write into a map that the disk has no room for kills the process
+                if start + end > shutil.disk_usage(folder).free:  # some file systems reserve by writing, for hours
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.posix_fallocate(file.fileno(), 0, start + end)
+                file.write(len(encoded).to_bytes(8, "little") + encoded)
+                file.flush()
+                data = np.frombuffer(mmap.mmap(file.fileno(), start + end), np.uint8)
+        except OSError as error:
+            full = explain_full_disk(error, folder, size_bytes=start + end)
+            raise StoreUnavailableError(full or f"file {folder / name} cannot be written: {error}") from error
+        views |= {key: data[start + begin : start + stop] for key, (begin, stop) in places.items()}
+
+    def build_and_check(entry: TensorEntry) -> None:
+        out = views[entry.name]
+        build(entry, out)
+        if (found := tensor_digest(out)) != entry.digest:
+            raise DigestError(
+                f"tensor {entry.name!r} of weight version {manifest.version} has the digest {found}, the manifest says "
+                f"{entry.digest}"
+            )
+
+    in_parallel(build_and_check, manifest.tensors, size_bytes=sum(out.nbytes for out in views.values()))
+    return [folder / name for name in names]

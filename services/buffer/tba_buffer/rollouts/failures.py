@@ -55,8 +55,15 @@ class FailureReader:
         ids = index.rollout_ids(rows[: max(1, int(np.searchsorted(sizes, MAX_BYTES, side="right")))])
         with redis_errors("read why rollouts have no score"):
             payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
-        # None: evicted since the index was read
-        self._kept = by_reason([_reason_of(payload) for payload in payloads if payload is not None])
+        texts: list[str] = []
+        for payload in payloads:
+            if payload is None:  # evicted since the index was read
+                continue
+            try:
+                texts.append(_GLANCES.decode(payload).reward_reason or UNREADABLE)
+            except (msgspec.DecodeError, ValueError):  # who reads the rollout itself notes the damage
+                texts.append(UNREADABLE)
+        self._kept = by_reason(texts)
         self._position, self._due_s = position, time.monotonic() + EVERY_S
         return self._kept
 
@@ -71,10 +78,3 @@ def by_reason(texts: list[str]) -> list[FailedReason]:
         FailedReason(reason=reason[:MAX_CHARS], num=each.total(), example=each.most_common(1)[0][0][:MAX_CHARS])
         for reason, each in counted
     ]
-
-
-def _reason_of(payload: bytes) -> str:
-    try:
-        return _GLANCES.decode(payload).reward_reason or UNREADABLE
-    except (msgspec.DecodeError, ValueError):  # who reads the rollout itself notes the damage
-        return UNREADABLE

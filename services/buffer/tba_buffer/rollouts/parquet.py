@@ -123,28 +123,32 @@ class RolloutExports:
         """Return rollouts as columns."""
         import pyarrow as pa
 
-        rows = [self._row(info) for info in infos]
+        rows: list[Mapping[str, Any]] = []
+        for info in infos:
+            version, found = PolicyVersion.parse(info.version), self._catalog.find(info.prompt_id)
+            rows.append(
+                {
+                    **info.model_dump(),
+                    "lineage": version.lineage,
+                    "step": version.step,
+                    "prompt_data": None if found is None else json.dumps(found[1].data, ensure_ascii=False),
+                }
+            )
         arrays: dict[str, Callable[[Rollout], NDArray[Any]]] = {
             "prompt_tokens": lambda rollout: rollout.prompt_tokens,
             "response_tokens": lambda rollout: rollout.response_tokens,
             "sampler_logprobs": lambda rollout: rollout.sampler_logprobs,
         }
-        columns = [
-            _lists([arrays[field.name](rollout) for rollout in rollouts], field.type)
-            if field.name in arrays
-            else pa.array([row[field.name] for row in rows], type=field.type)
-            for field in layout
-        ]
+        columns: list[pa.Array[Any]] = []
+        for field in layout:
+            if field.name not in arrays:
+                columns.append(pa.array([row[field.name] for row in rows], type=field.type))
+                continue
+            # a column of lists without a Python number for each of their values
+            parts = [arrays[field.name](rollout) for rollout in rollouts]
+            offsets = pa.array(np.cumsum([0, *map(len, parts)], dtype=np.int32))
+            columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(parts)), type=field.type))
         return pa.Table.from_arrays(columns, schema=layout)
-
-    def _row(self, info: RolloutInfo) -> Mapping[str, Any]:
-        version, found = PolicyVersion.parse(info.version), self._catalog.find(info.prompt_id)
-        return {
-            **info.model_dump(),
-            "lineage": version.lineage,
-            "step": version.step,
-            "prompt_data": None if found is None else json.dumps(found[1].data, ensure_ascii=False),
-        }
 
 
 async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -222,14 +226,6 @@ def schema(*, tokens: bool) -> pa.Schema:
             "sampler_logprobs": pa.list_(pa.float32()),
         }
     return pa.schema(columns)
-
-
-def _lists(parts: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
-    """Return arrays as a column of lists, without a Python number for each of their values."""
-    import pyarrow as pa
-
-    offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts)), type=kind)
 
 
 class _Sink(io.RawIOBase):

@@ -96,12 +96,20 @@ class RolloutWriter:
         records: list[bytes] = []
         visits: dict[tuple[str, str], int] = {}
         visit_numbers: list[int] = []
+        items = decode_rollouts(payloads)
+        checked = [self._check_item(item) for item in items]
+        # the process that owned the run before may have added the prompt or lineage since this one read them: an item
+        # is refused as unknown only after Redis was asked once more
+        if any(isinstance(each, RefusedItem) and each.code in UNKNOWN for each in checked):
+            await self._catalog.load()
+            await self._lineages.load()
+            checked = [self._check_item(item) for item in items]
         # refused items do not stop the others: push.lua gets the accepted ones, and only counts the rest
-        for at, checked in enumerate(await self._check(decode_rollouts(payloads))):
-            if isinstance(checked, RefusedItem):
-                refusals[at] = checked
+        for at, each in enumerate(checked):
+            if isinstance(each, RefusedItem):
+                refusals[at] = each
                 continue
-            rollout, prompt = checked
+            rollout, prompt = each
             accepted.append(at)
             ids.append(rollout.rollout_id)
             records.append(rollout_record(rollout, prompt, len(payloads[at]), hashes_tokens=self._hashes_tokens))
@@ -120,24 +128,16 @@ class RolloutWriter:
         letters = zip(ids, results.decode(), strict=True)
         stored = (ItemOutcome(each.hex(), OUTCOMES[letter], REASONS.get(letter)) for each, letter in letters)
         outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
-        await self._enforce_limits(
-            [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
-        )
+        sizes = [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
+        if sizes:
+            self._context.changed.notify()
+            if self._evictor.record_added(len(sizes), sum(sizes)):
+                await self._evictor.enforce()
         # a script returns "" where there is no version
         return outcomes, RunHash(self._context, {b"sampling_version": sampling_version or None, b"state": run_state})
 
-    async def _check(self, items: Sequence[Rollout | WireError]) -> list[tuple[Rollout, int] | RefusedItem]:
-        """Return each rollout with the number of its prompt, or why it may not be stored."""
-        checked = [self._check_item(item) for item in items]
-        # the process that owned the run before may have added the prompt or lineage since this one read them: an item
-        # is refused as unknown only after Redis was asked once more
-        if any(isinstance(each, RefusedItem) and each.code in UNKNOWN for each in checked):
-            await self._catalog.load()
-            await self._lineages.load()
-            checked = [self._check_item(item) for item in items]
-        return checked
-
     def _check_item(self, item: Rollout | WireError) -> tuple[Rollout, int] | RefusedItem:
+        """Return a rollout with the number of its prompt, or why it may not be stored."""
         if isinstance(item, WireError):
             return RefusedItem(REFUSALS.get(type(item), "malformed"), str(item))
         if item.run != self._run:
@@ -163,14 +163,6 @@ class RolloutWriter:
                 return RefusedItem("unknown-lineage", f"no trainer ever made version {span.version}", item)
         return item, found[0]
 
-    async def _enforce_limits(self, sizes: list[int]) -> None:
-        """Wake waiting draws, and evict what the new rollouts of these sizes make too much."""
-        if not sizes:
-            return
-        self._context.changed.notify()
-        if self._evictor.record_added(len(sizes), sum(sizes)):
-            await self._evictor.enforce()
-
 
 def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
     """Return the record of a rollout for the log (log.py).
@@ -180,6 +172,10 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
         num_bytes: the size of its payload.
         hashes_tokens: whether `buffer.deduplicate` asks for a hash of its tokens.
     """
+    token_hash = 0  # not hashed
+    if hashes_tokens:
+        raw = rollout.response_bytes
+        token_hash = int.from_bytes(blake2b(raw, digest_size=8).digest(), "little") or 1
     return pack_record(
         rollout.rollout_id,
         reward=rollout.reward,
@@ -187,14 +183,9 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
         prompt=prompt,
         num_bytes=num_bytes,
         num_tokens=len(rollout.response_bytes) // 4,
-        token_hash=_token_hash(rollout.response_bytes) if hashes_tokens else 0,
+        token_hash=token_hash,
         status=rollout.reward_status,
     )
-
-
-def _token_hash(response_bytes: bytes) -> int:
-    """Return a hash of a response: 64 bits of BLAKE2b of the raw tokens, never 0, which means not hashed."""
-    return int.from_bytes(blake2b(response_bytes, digest_size=8).digest(), "little") or 1
 
 
 class PushAdmission:

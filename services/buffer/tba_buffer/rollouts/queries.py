@@ -31,7 +31,6 @@ from tba.errors import NotFoundError, WireError
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_buffer.index.log_follower import IndexView
-from tba_buffer.index.rollout_index import Rows
 from tba_buffer.prompts.catalog import Catalog, bounded_data
 from tba_buffer.rollouts.lost_payloads import decode_stored, placeholders
 from tba_buffer.rollouts.selection import (
@@ -48,7 +47,7 @@ from tba_buffer.rollouts.token_texts import TokenTexts
 from tba_buffer.rollouts.trained_steps import TrainedSteps
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
-from tba_buffer.storage.context import DAMAGE_ERRORS, Context
+from tba_buffer.storage.context import Context, RunHash
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_READ = 20_000
@@ -129,31 +128,28 @@ class RolloutReader:
         selection = Selection.of(request, self._catalog, order=request.order, cursor=request.cursor)
         payload_filter = PayloadFilter(request, self._catalog)
         async with self._scans if payload_filter.is_needed else nullcontext():
-            return await self._page(request, selection, payload_filter)
-
-    async def _page(self, request: PageRequest, selection: Selection, payload_filter: PayloadFilter) -> RolloutPage:
-        index = await self._view.catch_up()
-        most = MAX_READ if payload_filter.is_needed else request.limit
-        # one more than is read: is there a next page?
-        rows = select_rows(index, selection, most + 1)
-        positions, rewards = index.column("position", rows), index.column("reward", rows)
-        found: list[StoredRollout] = []
-        num_read = 0
-        async for num, matching in self._matching(positions[:most], payload_filter, num_first=request.limit):
-            num_read = num
-            found += matching
+            index = await self._view.catch_up()
+            most = MAX_READ if payload_filter.is_needed else request.limit
+            # one more than is read: is there a next page?
+            rows = select_rows(index, selection, most + 1)
+            positions, rewards = index.column("position", rows), index.column("reward", rows)
+            found: list[StoredRollout] = []
+            num_read = 0
+            async for num, matching in self._matching(positions[:most], payload_filter, num_first=request.limit):
+                num_read = num
+                found += matching
+                if len(found) >= request.limit:
+                    break
             if len(found) >= request.limit:
-                break
-        if len(found) >= request.limit:
-            # what lies behind the last one that is shown is read again for the next page
-            found = found[: request.limit]
-            num_read = int(np.flatnonzero(positions == found[-1].position)[0]) + 1
-        after = None
-        if num_read < len(rows):
-            reward = float(rewards[num_read - 1]) if selection.by_reward else 0.0
-            after = str(Cursor(request.order, reward, int(positions[num_read - 1])))
-        infos = await self.infos(await self.rollouts(found), text_chars=request.text_chars)
-        return RolloutPage(rollouts=infos, next=after, num_read=num_read)
+                # what lies behind the last one that is shown is read again for the next page
+                found = found[: request.limit]
+                num_read = int(np.flatnonzero(positions == found[-1].position)[0]) + 1
+            after = None
+            if num_read < len(rows):
+                reward = float(rewards[num_read - 1]) if selection.by_reward else 0.0
+                after = str(Cursor(request.order, reward, int(positions[num_read - 1])))
+            infos = await self.infos(await self.rollouts(found), text_chars=request.text_chars)
+            return RolloutPage(rollouts=infos, next=after, num_read=num_read)
 
     async def groups(
         self, wanted: RolloutFilter, num: int, *, on_evicted: Callable[[int], None]
@@ -181,20 +177,16 @@ class RolloutReader:
         num: int,
         on_evicted: Callable[[int], None],
     ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
-        async def decoded(group: list[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
-            found = await self.rollouts(group)
-            on_evicted(len(group) - len(found))
-            return found
-
         group: list[StoredRollout] = []
         chunks = self._matching(positions, payload_filter, num_first=CHUNK_ROLLOUTS, on_evicted=on_evicted)
-        async for _, matching in chunks:
+        async for num_read, matching in chunks:
             group += matching
-            if len(group) >= num or sum(len(item.payload) for item in group) >= CHUNK_BYTES:
-                yield await decoded(group)
+            is_last = num_read >= len(positions)
+            if group and (is_last or len(group) >= num or sum(len(item.payload) for item in group) >= CHUNK_BYTES):
+                found = await self.rollouts(group)
+                on_evicted(len(group) - len(found))
+                yield found
                 group = []
-        if group:
-            yield await decoded(group)
 
     async def _matching(
         self,
@@ -206,61 +198,48 @@ class RolloutReader:
     ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
         """Read the rollouts at log positions in chunks: of `num_first`, then of twice as many, ...
 
+        A chunk has CHUNK_BYTES at most, or one rollout. Those that are evicted are left out.
+
         Yields:
             How many positions are read so far, and the matching rollouts of this chunk.
         """
         num_read, num = 0, num_first
         while num_read < len(positions):
-            num_taken, stored = await self._read(positions[num_read : num_read + num])
+            chunk, index = positions[num_read : num_read + num], self._view.index
+            rows = index.rows_at(chunk)
+            num_bytes = np.zeros(len(rows), dtype=np.int64)
+            num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
+            num_taken = max(1, int(np.searchsorted(np.cumsum(num_bytes), CHUNK_BYTES, side="right")))
+            is_live = rows[:num_taken] >= 0
+            live, stored = rows[:num_taken][is_live], list[StoredRollout]()
+            if len(live):
+                ids, uses = index.rollout_ids(live), index.columns.get("uses", live).tolist()
+                with redis_errors("read rollouts"):
+                    payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
+                columns = zip(ids, chunk[:num_taken][is_live].tolist(), uses, payloads, strict=True)
+                # evicted since the index was read
+                stored = [StoredRollout(*values) for values in columns if values[-1] is not None]
             on_evicted(num_taken - len(stored))
             num_read, num = num_read + num_taken, min(2 * num, CHUNK_ROLLOUTS)
             if payload_filter.is_needed:
                 # in a thread: texts may be long, and other requests must not wait for them
                 stored = await in_thread(
-                    lambda stored=stored: [item for item in stored if self._passes(item, payload_filter)]
+                    lambda stored=stored: [item for item in stored if payload_filter.matches(item.payload)]
                 )
             yield num_read, stored
-
-    async def _read(self, positions: Positions) -> tuple[int, list[StoredRollout]]:
-        """Read as many of the rollouts at these positions as fit into CHUNK_BYTES, at least one.
-
-        Returns:
-            How many that are, and what is stored of them; those that are evicted are left out.
-        """
-        index = self._view.index
-        rows = index.rows_at(positions)
-        num_bytes = np.zeros(len(rows), dtype=np.int64)
-        num_bytes[rows >= 0] = index.column("num_bytes", rows[rows >= 0])
-        num = max(1, int(np.searchsorted(np.cumsum(num_bytes), CHUNK_BYTES, side="right")))
-        is_live = rows[:num] >= 0
-        live = rows[:num][is_live]
-        if not len(live):
-            return num, []
-        ids, uses = index.rollout_ids(live), index.columns.get("uses", live).tolist()
-        with redis_errors("read rollouts"):
-            payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
-        columns = zip(ids, positions[:num][is_live].tolist(), uses, payloads, strict=True)
-        # evicted since the index was read
-        return num, [StoredRollout(*values) for values in columns if values[-1] is not None]
-
-    def _passes(self, item: StoredRollout, payload_filter: PayloadFilter) -> bool:
-        try:
-            return payload_filter.matches(item.payload)
-        except DAMAGE_ERRORS:
-            # nobody knows whether it would match
-            return False
 
     async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
         """Decode stored rollouts; the index's placeholders stand for damaged ones, so that people see them."""
         decoded = await in_thread(lambda: [_decode(item.payload, item.rollout_id) for item in stored])
         damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
         rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))
-        known = {rollout.rollout_id: rollout for rollout in self._placeholders(rows[rows >= 0])}
+        run, catalog = self._context.run, self._catalog
+        known = {
+            rollout.rollout_id: rollout
+            for rollout in placeholders(self._view.index, rows[rows >= 0], run=run, catalog=catalog)
+        }
         found = [(item, rollout or known.get(item.rollout_id)) for item, rollout in zip(stored, decoded, strict=True)]
         return [(item, rollout) for item, rollout in found if rollout is not None]
-
-    def _placeholders(self, rows: Rows) -> list[Rollout]:
-        return placeholders(self._view.index, rows, run=self._context.run, catalog=self._catalog)
 
     async def infos(
         self, rollouts: Sequence[tuple[StoredRollout, Rollout]], *, text_chars: int | None
@@ -270,11 +249,11 @@ class RolloutReader:
         Args:
             text_chars: longer texts are cut; None: they are whole.
         """
-        trainer = await self._trainer()
+        run = await self._run_state.read_fields()
         # in a thread: an export asks for a thousand at once
         return await in_thread(
             lambda: [
-                RolloutInfo(**self._fields(rollout, trainer, text_chars, num_batches=item.num_batches))
+                RolloutInfo(**self._fields(rollout, run, text_chars, num_batches=item.num_batches))
                 for item, rollout in rollouts
             ]
         )
@@ -297,12 +276,12 @@ class RolloutReader:
         if rollout is None:
             if not len(row):
                 raise NotFoundError(f"rollout {rollout_id} cannot be read, and the log does not name it")
-            rollout = self._placeholders(row)[0]
+            rollout = placeholders(index, row, run=self._context.run, catalog=self._catalog)[0]
         ref = rollout.ref_logprob
         trained, trained_since = await self._trained_steps.of(bytes.fromhex(rollout_id))
         tokens = rollout.response_tokens.tolist()
         return RolloutDetail(
-            **self._fields(rollout, await self._trainer(), None, num_batches=num_batches),
+            **self._fields(rollout, await self._run_state.read_fields(), None, num_batches=num_batches),
             prompt_tokens=rollout.prompt_tokens.tolist(),
             response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
@@ -312,16 +291,9 @@ class RolloutReader:
             trained_since=trained_since,
         )
 
-    async def _trainer(self) -> PolicyVersion:
-        fields = await self._run_state.read_fields()
-        return PolicyVersion(fields.lineage, fields.step)
-
-    def _fields(
-        self, rollout: Rollout, trainer: PolicyVersion, text_chars: int | None, *, num_batches: int
-    ) -> dict[str, Any]:
-        found = self._catalog.find(rollout.prompt_id)
-        text_cut = text_chars is not None and len(rollout.response_text) > text_chars
-        parts = rollout.reward_parts
+    def _fields(self, rollout: Rollout, run: RunHash, text_chars: int | None, *, num_batches: int) -> dict[str, Any]:
+        found, parts = self._catalog.find(rollout.prompt_id), rollout.reward_parts
+        trainer = PolicyVersion(run.lineage, run.step)
         return {
             "rollout_id": rollout.rollout_id.hex(),
             "task": rollout.task,
@@ -337,7 +309,7 @@ class RolloutReader:
             "num_prompt_tokens": len(rollout.prompt_tokens),
             "num_response_tokens": rollout.version_spans[-1].end,
             "response_text": rollout.response_text[:text_chars],
-            "response_text_cut": text_cut,
+            "response_text_cut": text_chars is not None and len(rollout.response_text) > text_chars,
             "finish_reason": rollout.finish_reason,
             "reward": rollout.reward,
             "reward_status": rollout.reward_status,

@@ -27,6 +27,7 @@ from tba.wire.rollout import FinishReason
 from tba_buffer.index.log import SCORED, STATUS_CODES
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.storage.context import DAMAGE_ERRORS
 
 ORDERS: tuple[RolloutOrder, ...] = ("best", "worst", "newest", "oldest")
 _FORMAT = struct.Struct("<BdQ")
@@ -123,19 +124,14 @@ class Selection:
         """Whether rewards order the rollouts; equal rewards: newest first."""
         return self.order in ("best", "worst")
 
-    @property
-    def is_unfiltered(self) -> bool:
-        """Whether it is all rollouts of the log, from one of its ends on."""
-        filters = (getattr(self, field.name) for field in fields(self) if field.name != "order")
-        return not self.by_reward and all(value is None for value in filters)
-
 
 def select_rows(index: Index, selection: Selection, num: int) -> Rows:
     """Return the first `num` rows of a selection, in its order. O(live rollouts); O(num) for the newest, unfiltered."""
+    filters = (getattr(selection, field.name) for field in fields(selection) if field.name != "order")
     if selection.prompt is not None:
         rows = index.prompt_rows(selection.prompt, scored_only=False)
     # without a filter the index has both ends of the log at hand
-    elif selection.is_unfiltered:
+    elif not selection.by_reward and all(value is None for value in filters):
         rows = index.live_rows(newest=num) if selection.order == "newest" else index.oldest_rows(num)
     else:
         rows = index.live_rows()
@@ -222,25 +218,22 @@ class PayloadFilter:
         return any(part is not None for part in (self._searcher_id, self._finish_reason, self._text))
 
     def matches(self, payload: bytes) -> bool:
-        """Return whether a stored rollout passes.
-
-        Raises:
-            msgspec.DecodeError: it cannot be read.
-        """
-        seen = _GLANCES.decode(payload)
+        """Return whether a stored rollout passes; of a damaged one nobody knows, so it does not."""
+        try:
+            seen = _GLANCES.decode(payload)
+        except DAMAGE_ERRORS:
+            return False
         if self._searcher_id is not None and seen.searcher_id != self._searcher_id:
             return False
         if self._finish_reason is not None and seen.finish_reason != self._finish_reason:
             return False
-        text = self._text
-        return text is None or self._prompt_has(seen.prompt_id, text) or text in seen.response_text.casefold()
-
-    def _prompt_has(self, prompt_id: str, text: str) -> bool:
-        has = self._prompts.get(prompt_id)
-        if has is None:
-            found = self._catalog.find(prompt_id)
-            has = self._prompts[prompt_id] = found is not None and text in found[1].text.casefold()
-        return has
+        if (text := self._text) is None:
+            return True
+        prompt_has = self._prompts.get(seen.prompt_id)
+        if prompt_has is None:
+            found = self._catalog.find(seen.prompt_id)
+            prompt_has = self._prompts[seen.prompt_id] = found is not None and text in found[1].text.casefold()
+        return prompt_has or text in seen.response_text.casefold()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,17 +47,14 @@ class TokenTexts:
     async def of(self, tokens: list[int]) -> list[str] | None:
         """Return the text that each token adds [n]; None: there is no tokenizer, and the log says why."""
         if self._tokenizer is None:
-            await self._wait_for_load()
+            if self._loading is None or self._loading.done():
+                if time.monotonic() < self._due_s:
+                    return None
+                self._loading = asyncio.create_task(self._load(), name="load-tokenizer")
+            await asyncio.wait([self._loading], timeout=LOAD_WAIT_S)
         if (tokenizer := self._tokenizer) is None:
             return None
         return await in_thread(lambda: texts_of(tokenizer, tokens))
-
-    async def _wait_for_load(self) -> None:
-        if self._loading is None or self._loading.done():
-            if time.monotonic() < self._due_s:
-                return
-            self._loading = asyncio.create_task(self._load(), name="load-tokenizer")
-        await asyncio.wait([self._loading], timeout=LOAD_WAIT_S)
 
     async def _load(self) -> None:
         recipe = self._context.recipe

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import cache
 
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
@@ -85,19 +86,55 @@ class Buffer:
         self.compactor = Compactor(context, min_events=recipe.buffer.max_log_events_since_checkpoint)
         self.recovery = LossRecovery(context, view)
         self._view_of = recipe.buffer.read_only
-        self._wire_run(context, view)
-        self._wire_rollouts(context, view)
-        self._wire_scoring(context, view)
+        store = cache(lambda: open_store(recipe.store))
+        # who takes part and what is allowed, prompts, and the work that searchers lease
+        self.lineages, self.components = Lineages(context), Components(context)
+        self.settings = Settings(context)
+        self.run_state = RunStateReader(context, view, self.settings)
+        self.control = RunControl(context, self.run_state)
+        self.rollbacks = Rollbacks(context, self.lineages, store)
+        self.scaling = Scaling(context, run_state=self.run_state, components=self.components)
+        self.catalog = catalog = Catalog(context)
+        self.evaluations = Evaluations(context, catalog, self.lineages)
+        self.leases = Leases(context, catalog=catalog, evaluations=self.evaluations, run_state=self.run_state)
+        # rollouts from push to eviction; saved and loaded buffers
+        self.evictor = evictor = Evictor(context, view, self.lineages, self.run_state)
+        self.admission = PushAdmission(recipe)
+        self.writer = RolloutWriter(context, catalog, self.lineages, evictor)
+        self.reader = RolloutReader(
+            context,
+            catalog=catalog,
+            view=view,
+            lineages=self.lineages,
+            run_state=self.run_state,
+            trained_steps=TrainedSteps(context, self.lineages),
+            token_texts=TokenTexts(context),
+        )
+        self.prompt_reader = PromptReader(catalog, view)
+        self.exports = RolloutExports(self.reader, catalog)
+        self.snapshots = SnapshotJobs(
+            context, view=view, catalog=catalog, lineages=self.lineages, evictor=evictor, components=self.components
+        )
+        # rewards of stored rollouts; batches, drawn and acknowledged
+        reward = RewardConnection(context, self.components)
+        self.scorer = scorer = RolloutScorer(context, catalog=catalog, view=view, reward=reward, evictor=evictor)
+        self.rescore_jobs = RescoreJobs(context, catalog=catalog, view=view, scorer=scorer, reward=reward)
+        self.scoring_worker = ScoringWorker(
+            context, view=view, scorer=scorer, rescore_jobs=self.rescore_jobs, reward=reward
+        )
+        self.reward_probe = RewardProbe(recipe, on_broken=self.control.fail_for_reward)
+        self.drawer = BatchDrawer(context, catalog=catalog, run_state=self.run_state, components=self.components)
+        self.ledger = BatchLedger(context, self.lineages, evictor, scorer)
         # a view has no reward service
         self.components.services += [self._component, *([] if self._view_of else [self.reward_probe.info])]
-        self.stats = StatsReader(context, catalog=self.catalog, view=view)
-        self.weight_versions = WeightVersionReader(lambda: open_store(recipe.store), context.run)
+        self.stats = StatsReader(context, catalog=catalog, view=view)
+        self.weight_versions = WeightVersionReader(store, context.run)
         self.curves = CurvesReader(context, self.lineages)
         self.metrics = Metrics(
             registry,
             stats=self.stats,
             components=self.components,
-            catalog=self.catalog,
+            catalog=catalog,
             run_state=self.run_state,
             searchers_desired=self.scaling.desired,
             durability_problem=lambda: context.durability.problem,
@@ -108,55 +145,6 @@ class Buffer:
         self._ending = asyncio.Event()
         self._began_s = time.monotonic()
         self._not_ready: str | None = "starting: reading the log from Redis"
-
-    def _wire_run(self, context: Context, view: IndexView) -> None:
-        """Who takes part and what is allowed, prompts, and the work that searchers lease."""
-        self.lineages, self.components = Lineages(context), Components(context)
-        self.settings = Settings(context)
-        self.run_state = RunStateReader(context, view, self.settings)
-        self.control = RunControl(context, self.run_state)
-        self.rollbacks = Rollbacks(context, self.lineages, lambda: open_store(context.recipe.store))
-        self.scaling = Scaling(context, run_state=self.run_state, components=self.components)
-        self.catalog = Catalog(context)
-        self.evaluations = Evaluations(context, self.catalog, self.lineages)
-        self.leases = Leases(context, catalog=self.catalog, evaluations=self.evaluations, run_state=self.run_state)
-
-    def _wire_rollouts(self, context: Context, view: IndexView) -> None:
-        """Rollouts from push to eviction; saved and loaded buffers."""
-        self.evictor = Evictor(context, view, self.lineages, self.run_state)
-        self.admission = PushAdmission(context.recipe)
-        self.writer = RolloutWriter(context, self.catalog, self.lineages, self.evictor)
-        self.reader = RolloutReader(
-            context,
-            catalog=self.catalog,
-            view=view,
-            lineages=self.lineages,
-            run_state=self.run_state,
-            trained_steps=TrainedSteps(context, self.lineages),
-            token_texts=TokenTexts(context),
-        )
-        self.prompt_reader = PromptReader(self.catalog, view)
-        self.exports = RolloutExports(self.reader, self.catalog)
-        self.snapshots = SnapshotJobs(
-            context,
-            view=view,
-            catalog=self.catalog,
-            lineages=self.lineages,
-            evictor=self.evictor,
-            components=self.components,
-        )
-
-    def _wire_scoring(self, context: Context, view: IndexView) -> None:
-        """Rewards of stored rollouts; batches, drawn and acknowledged."""
-        reward, catalog = RewardConnection(context, self.components), self.catalog
-        self.scorer = scorer = RolloutScorer(context, catalog=catalog, view=view, reward=reward, evictor=self.evictor)
-        self.rescore_jobs = RescoreJobs(context, catalog=catalog, view=view, scorer=scorer, reward=reward)
-        self.scoring_worker = ScoringWorker(
-            context, view=view, scorer=scorer, rescore_jobs=self.rescore_jobs, reward=reward
-        )
-        self.reward_probe = RewardProbe(context.recipe, on_broken=self.control.fail_for_reward)
-        self.drawer = BatchDrawer(context, catalog=catalog, run_state=self.run_state, components=self.components)
-        self.ledger = BatchLedger(context, self.lineages, self.evictor, scorer)
 
     async def start(self) -> None:
         """Read everything from Redis and begin the upkeep. Further calls do nothing.
@@ -299,15 +287,6 @@ class Buffer:
         await self.settings.load()
         self.scoring_worker.forget_positions()
 
-    async def _tend(self) -> None:
-        await self.context.epoch.check()
-        await self.evictor.enforce()
-        # a save reads the log behind a position, which compaction would cut
-        if not self.snapshots.is_saving:
-            await self.compactor.keep_up(self.view.index)
-        await self.stats.sample()
-        await self.run_state.read()  # it raises what would refuse leases and draws, so that /readyz says so
-
     async def _keep_up(self) -> None:
         problem = None
         while not self._ending.is_set():
@@ -317,7 +296,13 @@ class Buffer:
                     problem = self.writer.refuse_reason
                     log.warning("pushes_refused" if problem else "pushes_taken", problem=problem)
                 if self.context.durability.broken is None:
-                    await self._tend()
+                    await self.context.epoch.check()
+                    await self.evictor.enforce()
+                    # a save reads the log behind a position, which compaction would cut
+                    if not self.snapshots.is_saving:
+                        await self.compactor.keep_up(self.view.index)
+                    await self.stats.sample()
+                    await self.run_state.read()  # raises what would refuse leases and draws, so that /readyz says so
                     self._upkeep_problem = None
             except DAMAGE_ERRORS as error:  # a damaged value: the upkeep continues once Redis is restored
                 failure = f"the background upkeep has failed ({error!r}), and is tried again; the log says why"

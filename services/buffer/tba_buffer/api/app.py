@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request
@@ -50,7 +50,12 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
     app.state.start = buffer.start
     app.add_middleware(RequestTimes, registry=registry)
     why = recipe.buffer.read_only
-    guards = [] if why is None else [Depends(_write_refusal(why))]
+
+    def refuse_writes(request: Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise ConflictError(f"this is a read-only view ({why}), so it takes no {request.method} {request.url.path}")
+
+    guards = [] if why is None else [Depends(refuse_writes)]
     # a request tries the routes in this order: the most frequent endpoints come first
     for router in (
         rollouts.training_router,
@@ -63,13 +68,3 @@ def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> 
         app.include_router(router(buffer, auth), dependencies=guards)
     app.include_router(page_router())
     return app
-
-
-def _write_refusal(why: str) -> Callable[[Request], None]:
-    """Return a dependency that refuses every request but reads."""
-
-    def refuse(request: Request) -> None:
-        if request.method not in ("GET", "HEAD"):
-            raise ConflictError(f"this is a read-only view ({why}), so it takes no {request.method} {request.url.path}")
-
-    return refuse

@@ -51,33 +51,6 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     """Build the endpoints for heartbeats, state, commands."""
     api = APIRouter(prefix="/v1")
 
-    _add_heartbeat(api, buffer, auth)
-
-    @api.get("/run", operation_id="run", dependencies=auth.only("viewer", "searcher", "trainer"))
-    async def run(request: Request, summary: bool = False) -> RunInfo:
-        """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
-        sentences what it does, how it learns, what waits for what, and what to try."""
-        if not summary:
-            return await buffer.run_info()
-        auth.check(request.headers.get("authorization", ""), ("viewer",))
-        return await buffer.run_with_summary()
-
-    @api.get("/run/changes", operation_id="run_changes", dependencies=auth.only("viewer", "trainer"))
-    async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
-        """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
-        return await buffer.control.changes(after=after)
-
-    _add_command(api, buffer, auth)
-
-    @api.get("/checkpoints", operation_id="checkpoints", dependencies=auth.only("viewer"))
-    async def checkpoints() -> CheckpointList:
-        """Return what a rollback can return to, newest first."""
-        return CheckpointList(versions=[str(version) for version in await buffer.rollbacks.checkpoints()])
-
-    return api
-
-
-def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
     @api.post(
         "/heartbeats",
         operation_id="heartbeat",
@@ -103,8 +76,20 @@ def _add_heartbeat(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
         if (acknowledged := buffer.context.losses.claim) is not None:
             response.headers[ACKNOWLEDGED_HEADER] = acknowledged
 
+    @api.get("/run", operation_id="run", dependencies=auth.only("viewer", "searcher", "trainer"))
+    async def run(request: Request, summary: bool = False) -> RunInfo:
+        """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
+        sentences what it does, how it learns, what waits for what, and what to try."""
+        if not summary:
+            return await buffer.run_info()
+        auth.check(request.headers.get("authorization", ""), ("viewer",))
+        return await buffer.run_with_summary()
 
-def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
+    @api.get("/run/changes", operation_id="run_changes", dependencies=auth.only("viewer", "trainer"))
+    async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:
+        """Return who paused, resumed, stopped, ended or rolled back the run or accepted a loss, when and why."""
+        return await buffer.control.changes(after=after)
+
     @api.post("/run", operation_id="command", dependencies=auth.only("operator", "trainer"))
     async def command(body: CommandRequest, request: Request) -> RunInfo:
         """Change the run: the trainer says pause, done and fail; an operator pause, resume, stop, rollback and
@@ -122,6 +107,13 @@ def _add_command(api: APIRouter, buffer: Buffer, auth: Authenticator) -> None:
                 role = requester_role(auth, request, token=body.token, what=f"says {name!r}")
                 await buffer.control.command(name, body, role)
         return await buffer.run_info()
+
+    @api.get("/checkpoints", operation_id="checkpoints", dependencies=auth.only("viewer"))
+    async def checkpoints() -> CheckpointList:
+        """Return what a rollback can return to, newest first."""
+        return CheckpointList(versions=[str(version) for version in await buffer.rollbacks.checkpoints()])
+
+    return api
 
 
 def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:

@@ -110,22 +110,20 @@ class StepMetrics:
         """Add the steps of lines."""
         for line in lines:
             for name in line.metrics:
-                if name not in self._columns and name not in self._left_out:
-                    self._take_name(name)
+                if name in self._columns or name in self._left_out:
+                    continue
+                if len(self._columns) < MAX_NAMES:
+                    self._columns[name] = array("d", [np.nan]) * self.num_rows
+                elif len(self._left_out) < MAX_NAMES:  # names that nobody keeps must not fill the memory either
+                    if not self._left_out:
+                        log.warning("metrics_left_out_of_curves", kept=MAX_NAMES, first=name)
+                    self._left_out.add(name)
             for name, column in self._columns.items():
                 value = line.metrics.get(name)
                 column.append(np.nan if value is None else value)
             self._lineages.append(line.lineage)
             self._steps.append(line.step)
             self._at_s.append(line.acked_at_s)
-
-    def _take_name(self, name: str) -> None:
-        if len(self._columns) < MAX_NAMES:
-            self._columns[name] = array("d", [np.nan]) * self.num_rows
-        elif len(self._left_out) < MAX_NAMES:  # names that nobody keeps must not fill the memory either
-            self._left_out.add(name)
-            if len(self._left_out) == 1:
-                log.warning("metrics_left_out_of_curves", kept=MAX_NAMES, first=name)
 
     def active(self, history: Mapping[int, int]) -> NDArray[np.bool_]:
         """Return which steps [rows] are in a history: lineage -> the last step of it."""
@@ -238,11 +236,8 @@ class CurvesReader:
             new = lines[self._num_lines - first :]
             if not new:
                 return
-            await self._add(new)
-
-    async def _add(self, lines: list[bytes]) -> None:
-        num_bytes = sum(map(len, lines))
-        read = partial(read_page, lines, key=self._context.keys.ledger, first=self._num_lines)
-        self.metrics.add(read() if num_bytes < THREAD_BYTES else await in_thread(read))
-        self._num_lines, self._last_line = self._num_lines + len(lines), lines[-1]
-        self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))
+            num_bytes = sum(map(len, new))
+            read = partial(read_page, new, key=self._context.keys.ledger, first=self._num_lines)
+            self.metrics.add(read() if num_bytes < THREAD_BYTES else await in_thread(read))
+            self._num_lines, self._last_line = self._num_lines + len(new), new[-1]
+            self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))

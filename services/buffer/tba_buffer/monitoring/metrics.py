@@ -251,27 +251,22 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
         ages_s[item.kind] = min(item.heartbeat_age_s, ages_s.get(item.kind, item.heartbeat_age_s))
     text = "Age of the newest sign of life, by kind"
     yield _by(Gauge, "tba_component_heartbeat_age_seconds", text, "kind", ages_s)
-    yield _longest(waits)
-    late_s = dict.fromkeys(KINDS, 0.0)
-    for wait in waits:
-        kind = wait.kind or "buffer"
-        late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
-    text = "How long the most overdue wait is past its own deadline, by kind"
-    yield _by(Gauge, "tba_component_wait_overdue_seconds", text, "kind", late_s)
-
-
-def _longest(waits: Sequence[WaitInfo]) -> Gauge:
-    """Return the longest wait by kind and name."""
     # names come from heartbeats and labels must stay few: all but the longest waits share one name
     longest_s: dict[tuple[str, str], float] = {}
     for wait in sorted(waits, key=lambda wait: -wait.for_s):
         kind = wait.kind or "buffer"
         is_shown = len(longest_s) < LONGEST_SHOWN or (kind, wait.name) in longest_s
         longest_s.setdefault((kind, wait.name if is_shown else OTHER_WAITS), wait.for_s)
-    family = Gauge("tba_component_wait_seconds", "The longest wait now, by kind and name", labels=["kind", "name"])
+    longest = Gauge("tba_component_wait_seconds", "The longest wait now, by kind and name", labels=["kind", "name"])
     for labels, for_s in longest_s.items():
-        family.add_metric(labels, for_s)
-    return family
+        longest.add_metric(labels, for_s)
+    yield longest
+    late_s = dict.fromkeys(KINDS, 0.0)
+    for wait in waits:
+        kind = wait.kind or "buffer"
+        late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
+    text = "How long the most overdue wait is past its own deadline, by kind"
+    yield _by(Gauge, "tba_component_wait_overdue_seconds", text, "kind", late_s)
 
 
 def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tba.api import ENDED, ComponentInfo, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+from tba.api import ENDED, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
 from tba.config.trainer import REMEDIES
 
 CURVE_NAMES = ("reward_mean", "ess", "tied_group_share", "wait_s", "step_s")
@@ -58,13 +58,22 @@ def summarise(info: RunInfo, stats: Stats, curves: Curves) -> RunSummary:
     Args:
         curves: of CURVE_NAMES, with NUM_POINTS points or fewer.
     """
-    wait = _longest_wait(info)
-    return RunSummary(
-        doing=_doing(info, stats),
-        learning=_learning(info, curves),
-        waiting=None if wait is None else _waiting(wait),
-        advice=_advice(info, stats, curves, wait),
-    )
+    is_over = info.read_only or info.state in ("done", "failed")
+    long = [] if is_over else [wait for wait in info.waits if wait.for_s >= MIN_WAIT_S]
+    # the trainer's first: while it waits nothing is learned
+    wait = max(long, key=lambda wait: (wait.kind == "trainer", wait.for_s), default=None)
+    waiting = None
+    if wait is not None:
+        left_s = max(0.0, wait.deadline_in_s)
+        waiting = f"{wait.owner} waits for {wait.name!r} since {wait.for_s:.0f} s (at most {left_s:.0f} s more)."
+    # the most urgent thing to try; of a run that is over, what its data calls for
+    advice = None
+    if not is_over:
+        advice = _advice_on_failures(stats, URGENT_FAILED_SHARE) or _advice_on_parts(info, wait)
+    advice = advice or _advice_on_data(stats, curves)
+    if advice is None and not is_over:
+        advice = _advice_on_pace(curves)
+    return RunSummary(doing=_doing(info, stats), learning=_learning(info, curves), waiting=waiting, advice=advice)
 
 
 def _doing(info: RunInfo, stats: Stats) -> str:
@@ -91,23 +100,18 @@ def _doing(info: RunInfo, stats: Stats) -> str:
 def _learning(info: RunInfo, curves: Curves) -> str | None:
     if not curves.num_steps:
         return None
-    said = [_reward_trend(curves.values.get("reward_mean", []))]
-    done = [item for item in info.evals if item.state == "done" and item.accuracy is not None and not item.abandoned]
-    if done:
-        said.append(_evaluation(done))
-    return " ".join(part for part in said if part) or None
-
-
-def _reward_trend(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
+    known = [value for value in curves.values.get("reward_mean", []) if value is not None]
     if not known:
-        return "No step knows a reward so far."
-    first, now = _mean(known[:NUM_RECENT]), _mean(known[-NUM_RECENT:])
-    if len(known) < 2 * NUM_RECENT:
-        return f"The mean reward of a batch is {now:.3g}."
-    before, spread = _mean(known[-2 * NUM_RECENT : -NUM_RECENT]), max(known) - min(known)
-    how = "is flat" if abs(now - before) <= FLAT * spread else "rises" if now > before else "falls"
-    return f"The mean reward of a batch began at {first:.3g}, is {now:.3g}, and {how} lately."
+        said = "No step knows a reward so far."
+    else:
+        first, now = _mean(known[:NUM_RECENT]), _mean(known[-NUM_RECENT:])
+        said = f"The mean reward of a batch is {now:.3g}."
+        if len(known) >= 2 * NUM_RECENT:
+            before, spread = _mean(known[-2 * NUM_RECENT : -NUM_RECENT]), max(known) - min(known)
+            how = "is flat" if abs(now - before) <= FLAT * spread else "rises" if now > before else "falls"
+            said = f"The mean reward of a batch began at {first:.3g}, is {now:.3g}, and {how} lately."
+    done = [item for item in info.evals if item.state == "done" and item.accuracy is not None and not item.abandoned]
+    return f"{said} {_evaluation(done)}" if done else said
 
 
 def _evaluation(done: Sequence[EvalInfo]) -> str:
@@ -122,32 +126,6 @@ def _evaluation(done: Sequence[EvalInfo]) -> str:
     if None not in (first.mean_reward, last.mean_reward) and last.mean_reward != last.accuracy:
         said += f", mean reward from {first.mean_reward:.3f} to {last.mean_reward:.3f}"
     return said + "."
-
-
-def _longest_wait(info: RunInfo) -> WaitInfo | None:
-    if info.read_only or info.state in ("done", "failed"):
-        return None
-    long = [wait for wait in info.waits if wait.for_s >= MIN_WAIT_S]
-    # the trainer's first: while it waits nothing is learned
-    return max(long, key=lambda wait: (wait.kind == "trainer", wait.for_s), default=None)
-
-
-def _waiting(wait: WaitInfo) -> str:
-    left_s = max(0.0, wait.deadline_in_s)
-    return f"{wait.owner} waits for {wait.name!r} since {wait.for_s:.0f} s (at most {left_s:.0f} s more)."
-
-
-def _advice(info: RunInfo, stats: Stats, curves: Curves, wait: WaitInfo | None) -> str | None:
-    """Return the most urgent thing to try; of a run that is over, what its data calls for."""
-    if info.read_only or info.state in ("done", "failed"):
-        return _advice_on_data(stats, curves)
-    parts = _advice_on_parts(info, wait)
-    return (
-        _advice_on_failures(stats, URGENT_FAILED_SHARE)
-        or parts
-        or _advice_on_data(stats, curves)
-        or _advice_on_pace(curves)
-    )
 
 
 def _advice_on_failures(stats: Stats, min_share: float) -> str | None:
@@ -169,7 +147,11 @@ def _advice_on_parts(info: RunInfo, wait: WaitInfo | None) -> str | None:
                 return f"Alarm {name}: {text}."
     if wait is not None and (remedy := REMEDY_OF_WAIT.get(wait.name)) is not None:
         return f"Try: {remedy}."
-    silent = [item.component_id for item in info.components if _is_silent(item)]
+    silent = [
+        item.component_id
+        for item in info.components
+        if item.kind in ("searcher", "trainer") and not item.alive and item.state not in ENDED
+    ]
     if silent:
         names = ", ".join(silent[:NUM_NAMED]) + (", ..." if len(silent) > NUM_NAMED else "")
         return f"Try: look at the logs of {names}: silent without having ended; others do their work meanwhile."
@@ -203,10 +185,6 @@ def _advice_on_pace(curves: Curves) -> str | None:
         share = 100 * waited / (waited + took)
         return f"The trainer waits {share:.0f} % of its time for rollouts: add searchers (`tba scale`)."
     return None
-
-
-def _is_silent(item: ComponentInfo) -> bool:
-    return item.kind in ("searcher", "trainer") and not item.alive and item.state not in ENDED
 
 
 def _recent(curves: Curves, name: str) -> float | None:

@@ -21,19 +21,18 @@ class WeightVersionReader:
     """Lists versions, and keeps what it has read of them: a manifest never changes.
 
     Args:
-        open_store: opens the object store of the run; called at the first request.
+        open_store: returns the object store of the run; the first call opens it.
         run: the run's name.
     """
 
     def __init__(self, open_store: Callable[[], ObjectStore], run: str) -> None:
         self._open_store = open_store
         self._run = run
-        self._store: ObjectStore | None = None
         self._known: dict[PolicyVersion, WeightVersionInfo | None] = {}
         """None: a manifest that cannot be read."""
         self._newest = WeightVersionList(versions=[], num_older=0)
         # one reading for all who ask at once: a list of a bucket costs a request
-        self._reading = SingleFlight(self._read_newest, asyncio.Lock())
+        self._reading = SingleFlight(self._read, asyncio.Lock())
 
     async def newest(self) -> WeightVersionList:
         """Return the newest MAX_SHOWN versions.
@@ -44,37 +43,35 @@ class WeightVersionReader:
         await self._reading.run()
         return self._newest
 
-    async def _read_newest(self) -> None:
+    async def _read(self) -> None:
         try:
-            self._newest = await in_thread(self._read)
+            self._newest = await in_thread(self._list)
         except StoreError as error:
             raise UnavailableError(f"the object store did not list the weight versions: {error}") from None
 
-    def _read(self) -> WeightVersionList:
-        if self._store is None:
-            self._store = self._open_store()
-        versions = WeightVersions(self._store, self._run)
+    def _list(self) -> WeightVersionList:
+        versions = WeightVersions(self._open_store(), self._run)
         found = sorted(versions.versions(), reverse=True)
         shown, known = found[:MAX_SHOWN], dict[PolicyVersion, WeightVersionInfo | None]()
         for version in shown:
+            if version in self._known:
+                known[version] = self._known[version]
+                continue
             try:
-                known[version] = self._known[version] if version in self._known else _info(versions, version)
+                manifest = versions.manifest(version)
             except ObjectNotFoundError:
                 continue  # deleted by the trainer since it was listed
             except WireError as error:
                 log.warning("unreadable_manifest", version=str(version), problem=str(error))
                 known[version] = None
+                continue
+            known[version] = WeightVersionInfo(
+                version=manifest.version,
+                parent=manifest.parent,
+                published_at_s=manifest.created_at_s,
+                num_bytes=manifest.full_bytes,
+                dtype=manifest.dtype,
+            )
         self._known = known
         readable = [info for info in known.values() if info is not None]
         return WeightVersionList(versions=readable, num_older=len(found) - len(shown))
-
-
-def _info(versions: WeightVersions, version: PolicyVersion) -> WeightVersionInfo:
-    manifest = versions.manifest(version)
-    return WeightVersionInfo(
-        version=manifest.version,
-        parent=manifest.parent,
-        published_at_s=manifest.created_at_s,
-        num_bytes=manifest.full_bytes,
-        dtype=manifest.dtype,
-    )

@@ -87,17 +87,6 @@ class Components:
         self.services: list[Callable[[], ComponentInfo]] = []
         """Describe the services now."""
 
-    async def _check_kind(self, beat: Heartbeat) -> None:
-        """Refuse a heartbeat under the id of another kind: a searcher's token must not speak for the trainer."""
-        keys, redis, name = self._context.keys, self._context.redis, beat.component_id
-        with redis_errors("read a heartbeat"):
-            text = await redis.hget(keys.components, name)
-        known = text and needed(keys.components, name, lambda: self._info(name, text))
-        if not known or known.kind == beat.kind:
-            return
-        await self._context.count("foreign:heartbeat")
-        raise ForbiddenError(f"{name!r} is a {known.kind}, not a {beat.kind}; use another id")
-
     async def beat(self, beat: Heartbeat) -> None:
         """Store a heartbeat.
 
@@ -111,9 +100,14 @@ class Components:
                 f"{beat.component_id} belongs to run {beat.run!r}, this is {self._context.run!r}; "
                 "check that its recipe names this run"
             )
-        # before anything is stored under this id
-        await self._check_kind(beat)
-        wait = beat.wait
+        key, name, wait = self._context.keys.components, beat.component_id, beat.wait
+        with redis_errors("read a heartbeat"):
+            text = await self._context.redis.hget(key, name)
+        stored = text and needed(key, name, lambda: self._info(name, text))
+        # before anything is stored under this id: a searcher's token must not speak for the trainer
+        if stored and stored.kind != beat.kind:
+            await self._context.count("foreign:heartbeat")
+            raise ForbiddenError(f"{name!r} is a {stored.kind}, not a {beat.kind}; use another id")
         document = {
             "kind": beat.kind,
             "state": beat.state,
@@ -123,28 +117,25 @@ class Components:
             "at_s": self._context.clock(),
         }
         await self.times.begin()
-        gone = self._remember(await self._read_known(), beat)
+        # after a start, many heartbeats come at once: one read serves them all
+        async with self._reading_known:
+            if self._known is None:
+                await self.read()
+        assert self._known is not None
+        gone = self._remember(self._known, beat)
         times = self.times.add(beat)
         with redis_errors("store a heartbeat"):
             async with self._context.redis.pipeline(transaction=True) as pipe:
-                pipe.hset(self._context.keys.components, beat.component_id, json.dumps(document))
+                pipe.hset(key, name, json.dumps(document))
                 if times:
                     pipe.hset(self._context.keys.component_times, mapping=times)
                 await pipe.execute()
             if gone is not None:
                 self.times.forget([gone])
-                await self._context.redis.hdel(self._context.keys.components, gone)
+                await self._context.redis.hdel(key, gone)
         # of trainers only: an autoscaler reads how long they have waited
         if beat.kind == "trainer":
             await self.trainer_waits.count(beat)
-
-    async def _read_known(self) -> dict[str, _Known]:
-        # after a start, many heartbeats come at once: one read serves them all
-        async with self._reading_known:
-            if self._known is None:
-                await self.read()
-            assert self._known is not None
-            return self._known
 
     def _remember(self, known: dict[str, _Known], beat: Heartbeat) -> str | None:
         """Remember a component; return the id of the one that is forgotten for it, if any."""

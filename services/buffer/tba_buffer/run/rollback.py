@@ -37,14 +37,13 @@ class Rollbacks:
     Args:
         context: Redis and settings.
         lineages: which checkpoints the active lineage descends from.
-        open_store: opens the object store of the run; called at the first request.
+        open_store: returns the object store of the run; the first call opens it.
     """
 
     def __init__(self, context: Context, lineages: Lineages, open_store: Callable[[], ObjectStore]) -> None:
         self._context = context
         self._lineages = lineages
         self._open_store = open_store
-        self._store: ObjectStore | None = None
 
     async def checkpoints(self) -> list[PolicyVersion]:
         """Return the complete checkpoints that the active lineage wrote or descends from and keeps, newest first.
@@ -56,8 +55,9 @@ class Rollbacks:
 
     async def _offered(self, run: RunHash) -> list[PolicyVersion]:
         history, kept = self._lineages.history(run.lineage), run.checkpoints_kept
+        prefix = checkpoint_prefix(self._context.run)
         try:
-            found = await in_thread(self._read)
+            found = await in_thread(lambda: complete_versions(self._open_store(), prefix))
         except StoreError as error:
             raise UnavailableError(f"the object store did not list the checkpoints: {error}") from None
         return [
@@ -113,8 +113,3 @@ class Rollbacks:
         log.info("rollback_asked_for", version=str(version), step=request.step, reason=request.reason)
         # held draws end now: the trainer is told without waiting for a batch
         self._context.notify_all()
-
-    def _read(self) -> list[PolicyVersion]:
-        if self._store is None:
-            self._store = self._open_store()
-        return complete_versions(self._store, checkpoint_prefix(self._context.run))

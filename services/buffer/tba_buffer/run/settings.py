@@ -126,6 +126,10 @@ class Settings:
         """
         given = {name: getattr(request.settings, name) for name in LIVE_NAMES}
         given = {name: value for name, value in given.items() if name in request.settings.model_fields_set}
+        stored = {
+            name: json.dumps(value.model_dump() if isinstance(value, Schedule) else value)
+            for name, value in given.items()
+        }
         for _ in range(ATTEMPTS):
             current = await self.load()
             # A change for an older revision is sent all the same, unchecked: the script makes no new one, but
@@ -142,7 +146,7 @@ class Settings:
                 now_s=self._context.clock(),
                 role=role,
                 reason=request.reason,
-                values=[part for name, value in given.items() for part in (name, _json(value))],
+                values=[part for pair in stored.items() for part in pair],
             )
             match reply[0]:
                 case b"fenced":
@@ -174,7 +178,3 @@ class Settings:
             changes=changes,
             next=more,
         )
-
-
-def _json(value: Schedule | float | None) -> str:
-    return json.dumps(value.model_dump() if isinstance(value, Schedule) else value)

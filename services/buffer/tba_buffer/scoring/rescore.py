@@ -100,7 +100,16 @@ class RescoreJobs:
                 num_total=0,
             )
             left = self._matching(index, job)
-            self._check_tasks(index, left, known_tasks)
+            # before anything is changed: without a reward every rollout of its task would become failed
+            prompts = np.unique(index.column("prompt", index.rows_at(left)))
+            scored_tasks = {self._task(self._catalog.ids[prompt]) for prompt in prompts}
+            if known_tasks is not None and not scored_tasks <= known_tasks:
+                missing = ", ".join(sorted(scored_tasks - known_tasks))
+                raise ConflictError(
+                    f"the reward service has no reward for {missing}, so the stored rewards would "
+                    f"be lost (it knows {', '.join(sorted(known_tasks))}); give the task an entry in "
+                    "reward.tasks, or choose another one"
+                )
             job = job.model_copy(update={"num_total": len(left)})
             # where nothing matches the job is done as it begins
             await self._write([], job if len(left) else self._ended(job, "done"))
@@ -164,22 +173,6 @@ class RescoreJobs:
         found = self._catalog.find(prompt_id)
         assert found is not None, f"prompt {prompt_id!r} has a number but no content"
         return found[1].task
-
-    def _check_tasks(self, index: Index, positions: Positions, known: set[str] | None) -> None:
-        """Refuse a job whose tasks the service does not know, before anything is changed.
-
-        Without a reward every rollout of its task would become failed.
-        """
-        if known is None:
-            return
-        prompts = np.unique(index.column("prompt", index.rows_at(positions)))
-        missing = {self._task(self._catalog.ids[prompt]) for prompt in prompts} - known
-        if missing:
-            raise ConflictError(
-                f"the reward service has no reward for {', '.join(sorted(missing))}, so the stored rewards would be "
-                f"lost (it knows {', '.join(sorted(known))}); give the task an entry in reward.tasks, or choose "
-                "another one"
-            )
 
     def _ended(self, job: RescoreInfo, state: str) -> RescoreInfo:
         log.info("rescore_ended", state=state, num_done=job.num_done, num_changed=job.num_changed)

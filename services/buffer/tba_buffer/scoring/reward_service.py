@@ -10,13 +10,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tba.api import ComponentInfo, ScoreItem, WaitInfo
 from tba.clients import RewardClient
-from tba.clients.service_client import Reply, error_of
+from tba.clients.service_client import error_of
 from tba.concurrency import in_thread
 from tba.config import Recipe
 from tba.errors import BadReplyError, BrokenRewardError, BusyError, ServiceError, UnavailableError
@@ -121,28 +121,18 @@ class RewardConnection:
         if self._held is None:
             self._held = self._wait.enter_context(self._components.waiting(self.owner, "reward", deadline_s))
         self._held.deadline_s = deadline_s
-        failed = False
-        try:
-            return await self._unless_stopped(in_thread(lambda: call(self._client)))
-        except ServiceError as error:
-            failed = True
-            self._held.name = error.wait if isinstance(error, BusyError) else "reward"
-            raise self._failure(error) from None
-        finally:
-            if not failed:
-                self.end_wait()
-
-    async def _unless_stopped(self, answer: Coroutine[Any, Any, T]) -> T:
-        work, stop = asyncio.create_task(answer), asyncio.create_task(self._stopping.wait())
+        work = asyncio.create_task(in_thread(lambda: call(self._client)))
+        stop = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if not work.done():
-            # its thread cannot be stopped: `close` ends the request
-            work.cancel()
+            work.cancel()  # its thread cannot be stopped: `close` ends the request
+            self.end_wait()
             raise RewardUnavailableError("the buffer service stops", 0.0)
-        return work.result()
-
-    def _failure(self, error: ServiceError) -> RewardUnavailableError:
+        error = work.exception()
+        if not isinstance(error, ServiceError):  # an answer, or a defect
+            self.end_wait()
+            return work.result()
         if self.problem is None:
             log.warning("reward_unavailable", detail=str(error))
         self.problem = str(error)
@@ -150,13 +140,13 @@ class RewardConnection:
         self.request_size = max(1, self.request_size // 2)
         # a busy service says itself when to come again
         if isinstance(error, BusyError):
-            return RewardUnavailableError(self.problem, min(error.retry_after_s, MAX_PAUSE_S))
-        # jitter
-        pause_s = random.uniform(0.5, 1.0) * self._pause_s
+            self._held.name = error.wait
+            raise RewardUnavailableError(self.problem, min(error.retry_after_s, MAX_PAUSE_S))
+        self._held.name = "reward"
+        pause_s = random.uniform(0.5, 1.0) * self._pause_s  # jitter
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        return RewardUnavailableError(
-            self.problem, pause_s, may_be_request=isinstance(error, UnavailableError | BadReplyError)
-        )
+        may_be_request = isinstance(error, UnavailableError | BadReplyError)
+        raise RewardUnavailableError(self.problem, pause_s, may_be_request=may_be_request)
 
     def show_scorer_wait(self, num: int) -> None:
         """Show a wait of its own while `num` rollouts wait for scorers that are away and the reward service answers."""
@@ -248,18 +238,14 @@ class RewardProbe:
         except ServiceError as error:
             return "unreachable", str(error)[:MAX_NOTE_CHARS]
         if reply.status == 200:
-            return "ready", _note_of(reply)
+            # what a ready service says beside, such as that a scorer is away
+            try:
+                return "ready", str(json.loads(reply.content)["note"])[:MAX_NOTE_CHARS]
+            except (ValueError, KeyError, TypeError):
+                return "ready", None
         problem = error_of(reply)
         reason = str(problem)[:MAX_NOTE_CHARS]
         # a scorer that raises for every item: nothing could ever be trained on, however long the run waits
         if isinstance(problem, BrokenRewardError):
             await self._on_broken(reason)
         return "not-ready", reason
-
-
-def _note_of(reply: Reply) -> str | None:
-    """Return what a ready service says beside, such as that a scorer is away; None if it says nothing."""
-    try:
-        return str(json.loads(reply.content)["note"])[:MAX_NOTE_CHARS]
-    except (ValueError, KeyError, TypeError):
-        return None

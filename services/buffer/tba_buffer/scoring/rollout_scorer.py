@@ -73,11 +73,6 @@ class ScoredRollout:
     is_damaged: bool = False
     """Whether the stored bytes cannot be read: they stay, and only the log says that the rollout has failed."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is its first known reward (a failed rollout keeps the version of its last one)."""
-        return self.after.reward is not None and self.before.reward_version is None
-
 
 class RolloutScorer:
     """Scores stored rollouts."""
@@ -120,7 +115,15 @@ class RolloutScorer:
         items = [self._item(rollout) for rollout in before]
         taken = [position for position, _ in found]
         try:
-            scores = await self._ask(items)
+            scores = await self._reward.ask(lambda client: request_scores(client, items))
+            for _ in range(MAX_TRANSIENT_TRIES - 1):
+                again = [at for at, score in enumerate(scores) if score.is_transient]
+                if not again:
+                    break
+                late = [items[at] for at in again]
+                repeated = await self._reward.ask(lambda client, late=late: request_scores(client, late))
+                for at, score in zip(again, repeated, strict=True):
+                    scores[at] = score
             self._proven = next(
                 (item for item, score in zip(items, scores, strict=True) if not score.reason), self._proven
             )
@@ -129,7 +132,11 @@ class RolloutScorer:
             if not await self._gives_up(taken, error):
                 raise
             scores = [Score(reason=f"refused: {error}")]
-        kept = {at for at, score in zip(taken, scores, strict=True) if not self._must_wait(at, score)}
+        kept = {
+            at
+            for at, score in zip(taken, scores, strict=True)
+            if not score.is_away or self.retry_queue.record_away(at, score.reason)
+        }
         self.retry_queue.remove([at for at, score in zip(taken, scores, strict=True) if not score.is_away])
         self.update_waits(self._view.index)
         is_composite = self._context.recipe.reward.is_composite
@@ -189,22 +196,6 @@ class RolloutScorer:
                 found.append((position, payload))
         return found, rollouts, failed
 
-    def _must_wait(self, position: int, score: Score) -> bool:
-        return score.is_away and not self.retry_queue.record_away(position, score.reason)
-
-    async def _ask(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """Return one score per item; items that may have failed by chance are asked for again."""
-        scores = await self._reward.ask(lambda client: request_scores(client, items))
-        for _ in range(MAX_TRANSIENT_TRIES - 1):
-            again = [at for at, score in enumerate(scores) if score.is_transient]
-            if not again:
-                break
-            late = [items[at] for at in again]
-            repeated = await self._reward.ask(lambda client, late=late: request_scores(client, late))
-            for at, score in zip(again, repeated, strict=True):
-                scores[at] = score
-        return scores
-
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
         """Return whether this attempt failed because of its only item, and was the last one for it."""
         if len(positions) > 1 or not error.may_be_request:
@@ -244,12 +235,26 @@ class RolloutScorer:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer; both may have been written.
         """
+        changes = np.array(
+            [
+                (
+                    item.position,
+                    np.nan if item.after.reward is None else item.after.reward,
+                    len(item.payload),
+                    STATUS_CODES[item.after.reward_status],
+                )
+                for item in scored
+            ],
+            dtype=CHANGE_DTYPE,
+        )
+        # the first known reward of a rollout: one that has failed keeps the version of its last one
+        is_first = [item.after.reward is not None and item.before.reward_version is None for item in scored]
         await self._context.scripts.run(
             "score",
             *(item.payload for item in scored),
             ids=b"".join(item.before.rollout_id for item in scored),
-            changes=b"".join(map(_change, scored)),
-            kinds=[2 if item.is_damaged else int(item.is_first) for item in scored],
+            changes=changes.tobytes(),
+            kinds=[2 if item.is_damaged else int(first) for item, first in zip(scored, is_first, strict=True)],
             job=job,
         )
         self.retry_queue.remove([item.position for item in scored])
@@ -312,9 +317,3 @@ def _scored(
         parts = storable_parts(score.parts, score.reward, is_composite=is_composite)
         after = before.with_reward(score.reward, score.version, parts)
     return ScoredRollout(position, before, num_bytes_before, after, encode_rollout(after))
-
-
-def _change(item: ScoredRollout) -> bytes:
-    reward = np.nan if item.after.reward is None else item.after.reward
-    change = (item.position, reward, len(item.payload), STATUS_CODES[item.after.reward_status])
-    return np.array([change], dtype=CHANGE_DTYPE).tobytes()

@@ -81,7 +81,16 @@ class Deployment:
                 f'scaling.backend is "kubernetes", but the service account of this pod cannot be used ({error}); set '
                 "automountServiceAccountToken of the buffer's pod to true"
             ) from None
-        self._api = _api(f"https://{address(host, port)}", self._account / "ca.crt")
+        try:
+            from kubernetes.client import ApiClient, AppsV1Api, Configuration
+        except ImportError:
+            raise ConfigError(
+                'scaling.backend is "kubernetes", which needs the package kubernetes; install tba-buffer[kubernetes]'
+            ) from None
+        configuration: Any = Configuration(host=f"https://{address(host, port)}")
+        configuration.ssl_ca_cert = str(self._account / "ca.crt")
+        configuration.retries = False  # the reconciler tries again
+        self._api = AppsV1Api(ApiClient(configuration))
 
     @property
     def where(self) -> str:
@@ -151,19 +160,6 @@ class Deployment:
             f"the Kubernetes API cannot be reached within {CONNECT_S:g} s (connection) and {READ_S:g} s (answer): "
             f"{_short(why)}; check NetworkPolicies, and {self._account / 'ca.crt'}",
         )
-
-
-def _api(host: str, ca_path: Path) -> AppsV1Api:
-    try:
-        from kubernetes.client import ApiClient, AppsV1Api, Configuration
-    except ImportError:
-        raise ConfigError(
-            'scaling.backend is "kubernetes", which needs the package kubernetes; install tba-buffer[kubernetes]'
-        ) from None
-    configuration: Any = Configuration(host=host)
-    configuration.ssl_ca_cert = str(ca_path)
-    configuration.retries = False  # the reconciler tries again
-    return AppsV1Api(ApiClient(configuration))
 
 
 def _message(error: Any) -> str:

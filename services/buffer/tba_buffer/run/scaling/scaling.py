@@ -100,7 +100,25 @@ class Scaling:
             ConflictError: nothing of tba starts searchers here, or the run is offline.
             SupersededError: this buffer process does not own the run.
         """
-        self._check(request.num_searchers)
+        num = request.num_searchers
+        if self._section.backend == "none":
+            raise ConflictError(NO_BACKEND)
+        if self._context.recipe.is_offline:
+            raise ConflictError(
+                "the run is offline (searcher.num_searchers = 0): it only trains on what it began with; begin another "
+                "run with searchers, from a snapshot of this one (`tba buffer save`, then `tba run --buffer`)"
+            )
+        if num is not None and num > self._section.max_searchers:
+            raise ConfigError(
+                f"num_searchers is {num}, above scaling.max_searchers {self._section.max_searchers}; ask for fewer, or "
+                "raise that setting and restart the buffer"
+            )
+        if num is not None and num > self._most:
+            raise ConfigError(
+                f"num_searchers is {num}, and all would load weights into the server {self._server} (searcher.engine = "
+                '"openai"), which one searcher updates; ask for 1, and start others yourself, each with a server of '
+                "its own (TBA_SEARCHER__OPENAI__URL)"
+            )
         revision = await self.record(request)
         if self._deployment is not None:  # the reply tells the answer of the API, if it comes soon
             await asyncio.wait({asyncio.create_task(self._round(), name="scale now")}, timeout=SETTLE_S)
@@ -146,26 +164,6 @@ class Scaling:
             needed(key, "revision", lambda: parse_number(revision)),
             None if num is None else needed(key, "wanted", lambda: parse_number(num)),
         )
-
-    def _check(self, num: int | None) -> None:
-        if self._section.backend == "none":
-            raise ConflictError(NO_BACKEND)
-        if self._context.recipe.is_offline:
-            raise ConflictError(
-                "the run is offline (searcher.num_searchers = 0): it only trains on what it began with; begin another "
-                "run with searchers, from a snapshot of this one (`tba buffer save`, then `tba run --buffer`)"
-            )
-        if num is not None and num > self._section.max_searchers:
-            raise ConfigError(
-                f"num_searchers is {num}, above scaling.max_searchers {self._section.max_searchers}; ask for fewer, or "
-                "raise that setting and restart the buffer"
-            )
-        if num is not None and num > self._most:
-            raise ConfigError(
-                f"num_searchers is {num}, and all would load weights into the server {self._server} (searcher.engine = "
-                '"openai"), which one searcher updates; ask for 1, and start others yourself, each with a server of '
-                "its own (TBA_SEARCHER__OPENAI__URL)"
-            )
 
     def _target(self, desired: DesiredSearchers, state: RunState) -> tuple[int | None, SearcherSource | None]:
         """Return the desired number, and its source."""

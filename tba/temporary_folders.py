@@ -19,7 +19,14 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
     A killed process cannot clean up, so the folders of killed processes with the same prefix are deleted too.
     """
     parent = parent or Path(tempfile.gettempdir())
-    _delete_abandoned(parent, prefix)
+    # a lock and not a process id: ids are used again, and in containers that share TMPDIR all may be number 1
+    for abandoned in parent.glob(f"{prefix}*"):
+        with (
+            suppress(OSError),  # in use, not ours, or not locked yet
+            (abandoned / _LOCK).open("r+", encoding="utf-8") as lock,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(abandoned, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         new = folder / f".{_LOCK}"
@@ -32,14 +39,3 @@ def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Pat
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete_abandoned(parent: Path, prefix: str) -> None:
-    # A lock and not a process id: ids are used again, and in containers that share TMPDIR all may be number 1.
-    for folder in parent.glob(f"{prefix}*"):
-        try:
-            with (folder / _LOCK).open("r+", encoding="utf-8") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, not ours, or not locked yet
-            continue

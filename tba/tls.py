@@ -97,7 +97,12 @@ def explain_tls_error(
         setting: the key of the recipe that names that file.
         plain: the scheme of an address without TLS.
     """
-    found = _ssl_error(error)
+    causes: list[BaseException] = [error]
+    for each in causes:  # grows
+        # urllib3 and botocore keep the cause in args or `reason`, redis and the standard library in the chain
+        beneath = (*each.args, getattr(each, "reason", None), each.__cause__, each.__context__)
+        causes += [more for more in beneath if isinstance(more, BaseException) and more not in causes]
+    found = next((each for each in causes if isinstance(each, ssl.SSLError)), None)
     if isinstance(found, ssl.SSLCertVerificationError):
         authority = f"set {setting} to" if ca_file is None else f"{setting} {ca_file} must be"
         return (
@@ -109,16 +114,4 @@ def explain_tls_error(
         return (
             f"{where} does not speak TLS ({found.reason}); write {plain}:// for it, or give that server a certificate"
         )
-    return None
-
-
-def _ssl_error(error: BaseException) -> ssl.SSLError | None:
-    """Return the SSLError nearest to an error in its chain of causes."""
-    seen: list[BaseException] = [error]
-    for each in seen:  # grows
-        if isinstance(each, ssl.SSLError):
-            return each
-        # urllib3 and botocore keep the cause in args or `reason`, redis and the standard library in the chain
-        beneath = (*each.args, getattr(each, "reason", None), each.__cause__, each.__context__)
-        seen += [more for more in beneath if isinstance(more, BaseException) and more not in seen]
     return None

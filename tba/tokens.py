@@ -74,35 +74,33 @@ def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
         raise ConfigError(f"{what} is not JSON: {error}") from None
     if not isinstance(document, dict) or not document or set(document) - set(ROLES):
         raise ConfigError(f"{what} must map roles ({', '.join(ROLES)}) to tokens")
-    found = {role: _tokens_of(role, value, what) for role, value in document.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for role, value in document.items():
+        tokens = value if isinstance(value, list) else [value]
+        if not 1 <= len(tokens) <= MAX_TOKENS_OF_A_ROLE:
+            raise ConfigError(
+                f"{what}: {role} has {len(tokens)} tokens; it needs one, or {MAX_TOKENS_OF_A_ROLE} while it is changed"
+            )
+        for token in tokens:
+            # a typo in a digest would lock the role out, and nothing would say why
+            if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
+                raise ConfigError(
+                    f"{what}: the token of {role} begins with {DIGEST_PREFIX} but 64 lower-case hexadecimal digits do "
+                    "not follow; `printf %s TOKEN | sha256sum` prints them"
+                )
+            if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
+                raise ConfigError(f"{what}: the token of {role} must be a text of {MIN_TOKEN_CHARS} characters or more")
+            if not all("!" <= char <= "~" for char in token):
+                raise ConfigError(
+                    f"{what}: the token of {role} has a blank or a character that is not ASCII, which an HTTP header "
+                    "cannot carry; make another one"
+                )
+        found[role] = tuple(tokens)
     # a shared token would give one role the rights of the other
     every = [token_digest(token) for tokens in found.values() for token in tokens]
     if len(set(every)) != len(every):
         raise ConfigError(f"{what}: two roles share a token, or a role has one twice; give each its own")
     return found
-
-
-def _tokens_of(role: str, value: Any, what: str) -> tuple[str, ...]:
-    tokens = value if isinstance(value, list) else [value]
-    if not 1 <= len(tokens) <= MAX_TOKENS_OF_A_ROLE:
-        raise ConfigError(
-            f"{what}: {role} has {len(tokens)} tokens; it needs one, or {MAX_TOKENS_OF_A_ROLE} while it is changed"
-        )
-    for token in tokens:
-        # a typo in a digest would lock the role out, and nothing would say why
-        if isinstance(token, str) and is_digest(token) and not _DIGEST.fullmatch(token):
-            raise ConfigError(
-                f"{what}: the token of {role} begins with {DIGEST_PREFIX} but 64 lower-case hexadecimal digits do "
-                "not follow; `printf %s TOKEN | sha256sum` prints them"
-            )
-        if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
-            raise ConfigError(f"{what}: the token of {role} must be a text of {MIN_TOKEN_CHARS} characters or more")
-        if not all("!" <= char <= "~" for char in token):
-            raise ConfigError(
-                f"{what}: the token of {role} has a blank or a character that is not ASCII, which an HTTP header "
-                "cannot carry; make another one"
-            )
-    return tuple(tokens)
 
 
 def role_token(path: str | Path | None, role: str) -> str | None:

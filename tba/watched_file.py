@@ -40,16 +40,14 @@ class WatchedFile(Generic[T]):
         # another thread is looking already: nobody waits for it, the old value is good for a moment
         if time.monotonic() >= self._next_check_s and self._lock.acquire(blocking=False):
             try:
-                self._check()
+                self._next_check_s = time.monotonic() + RECHECK_S
+                if (stamp := self._stat()) != self._stamp:
+                    self._read_again(stamp)
             finally:
                 self._lock.release()
         return self._value
 
-    def _check(self) -> None:
-        self._next_check_s = time.monotonic() + RECHECK_S
-        stamp = self._stat()
-        if stamp == self._stamp:
-            return
+    def _read_again(self, stamp: Stamp) -> None:
         try:
             self._value = self._load()
         except (ConfigError, OSError, ValueError) as error:
@@ -63,12 +61,12 @@ class WatchedFile(Generic[T]):
             log.info("changed_file_used", what=self._what)
 
     def _stat(self) -> Stamp:
-        return tuple(_stamp_of(path) for path in self._paths)
-
-
-def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = os.stat(path)  # follows symbolic links: Kubernetes updates a mounted Secret by switching one
-    except OSError:
-        return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        stamps: list[tuple[int, ...] | None] = []
+        for path in self._paths:
+            try:
+                found = os.stat(path)  # follows symbolic links: Kubernetes updates a mounted Secret by switching one
+            except OSError:
+                stamps.append(None)
+            else:
+                stamps.append((found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        return tuple(stamps)

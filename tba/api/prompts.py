@@ -17,7 +17,14 @@ _MAX_WHOLE = 10**MAX_DIGITS
 
 
 def _plain_json(data: dict[str, Any]) -> dict[str, Any]:
-    _check_levels_and_digits(data)
+    level: list[Any] = [data]  # level by level: recursion would let deep data exhaust the stack
+    for _ in range(MAX_DATA_LEVELS):
+        children = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
+        if any(isinstance(child, int) and not -_MAX_WHOLE < child < _MAX_WHOLE for child in children):
+            raise ValueError(f"holds a whole number of more than {MAX_DIGITS} digits; store it as a text")
+        level = [child for child in children if isinstance(child, (dict, list))]
+    if level:
+        raise ValueError(f"nested deeper than {MAX_DATA_LEVELS} levels; flatten it, or store it as one text")
     json.dumps(data, allow_nan=False, ensure_ascii=False).encode()  # NaN and lone surrogates raise ValueError
     return data
 
@@ -34,19 +41,6 @@ class Prompt(StrictModel):
     text: str = Field(min_length=1, max_length=1_000_000)
     data: PromptData = Field(default_factory=dict)
     split: Split = "train"
-
-
-def _check_levels_and_digits(data: dict[str, Any]) -> None:
-    """Raise ValueError for data that is nested too deeply or holds too large a number."""
-    level: list[Any] = [data]  # level by level: recursion would let deep data exhaust the stack
-    for _ in range(MAX_DATA_LEVELS):
-        children = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
-        if any(isinstance(child, int) and not -_MAX_WHOLE < child < _MAX_WHOLE for child in children):
-            raise ValueError(f"holds a whole number of more than {MAX_DIGITS} digits; store it as a text")
-        level = [child for child in children if isinstance(child, (dict, list))]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {MAX_DATA_LEVELS} levels; flatten it, or store it as one text")
 
 
 class PromptUpload(StrictModel):

@@ -109,7 +109,13 @@ class ServiceClient:
         self._timeout_s = timeout_s
         self._ca_file = ca_file
         self._has_answered = False
-        self._path = _path_of(self.base_url)
+        try:
+            parts = parse_url(self.base_url)
+        except urllib3.exceptions.LocationParseError:
+            parts = None
+        if parts is None or parts.host is None or parts.scheme not in (None, "http", "https"):
+            raise ConfigError(f"{self.base_url!r} is not the address of a service, such as http://127.0.0.1:8700")
+        self._path = parts.path or ""
         trust = tls_options(self.base_url, ca_file)
         # urllib3 must not retry: it would repeat refused calls, and know nothing of the deadline of all attempts
         self._http = urllib3.connection_from_url(self.base_url, maxsize=MAX_CONNECTIONS, retries=False, **trust)
@@ -211,7 +217,9 @@ class ServiceClient:
     ) -> urllib3.response.BaseHTTPResponse:
         """Send one request; try each token that the service may know until it accepts one."""
         answer: urllib3.response.BaseHTTPResponse | None = None
-        for token in self._tokens_to_try():
+        # while tokens change, one of two services may have read the new file later than the other
+        tokens = self._token.value if isinstance(self._token, ClientToken) else (self._token,)
+        for token in sorted(tokens, key=lambda token: token != self._accepted):  # what worked last comes first
             if answer is not None:
                 answer.close()  # its body is never read, and the connection would stay in use
             sent = {**headers, **({} if token is None else {"authorization": f"Bearer {token}"})}
@@ -258,25 +266,6 @@ class ServiceClient:
             return UnavailableError(problem)
         # a service that answered before may be getting a new certificate, which passes; else a person must fix it
         return UnavailableError(problem) if self._has_answered else TlsError(problem)
-
-    def _tokens_to_try(self) -> tuple[str | None, ...]:
-        """Return the tokens to try, the one that worked last first."""
-        if not isinstance(self._token, ClientToken):
-            return (self._token,)
-        # while tokens change, one of two services may have read the new file later than the other
-        tokens = self._token.value
-        return tuple(sorted(tokens, key=lambda token: token != self._accepted))
-
-
-def _path_of(url: str) -> str:
-    """Return the path of the address of a service; a host and port alone stand for http."""
-    try:
-        parts = parse_url(url)
-    except urllib3.exceptions.LocationParseError:
-        parts = None
-    if parts is None or parts.host is None or parts.scheme not in (None, "http", "https"):
-        raise ConfigError(f"{url!r} is not the address of a service, such as http://127.0.0.1:8700")
-    return parts.path or ""
 
 
 def tls_options(url: str, ca_file: str | None) -> dict[str, Any]:

@@ -172,22 +172,16 @@ class ObjectiveSection(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveSection:
-        self._check_family_only()
-        self._check_anchor()
-        self._check_mask_tied()
-        self._check_unused()
-        return self
-
-    def _check_mask_tied(self) -> None:
-        parts = self.parts
-        # its A_j has the reward in a tied group too; without such groups what is left is not centred
-        if self.mask_tied and parts is not None and parts.kind == "batch":
+        if self.preset not in FAMILY and self.anchor == "behaviour":
+            kind = "the objective" if self.is_custom else "the baseline"
             raise ValueError(
-                f"mask_tied = true leaves groups out whose rewards are all equal, and {self.preset} compares rewards "
-                "with the batch, so it learns from such groups too; set mask_tied = false"
+                f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {kind} '
+                f"{self.preset} is to a reference: fixed or reset"
             )
-
-    def _check_anchor(self) -> None:
+        if self.preset not in FAMILY and self.anchor is not None and self.used_anchor is None:
+            raise ValueError(
+                f'anchor = "{self.anchor}" is not used: {self.preset} has beta 0 and so no KL; remove it or raise beta'
+            )
         anchor, parts = self.used_anchor, self.parts
         if parts is not None and parts.age_scaled and anchor != "behaviour":
             raise ValueError(
@@ -210,6 +204,14 @@ class ObjectiveSection(StrictModel):
                 f'reference_placement = "searcher" sends one number per rollout, and {self.preset} clamps the '
                 'log-ratio of every token; choose reference_placement = "trainer"'
             )
+        # its A_j has the reward in a tied group too; without such groups what is left is not centred
+        if self.mask_tied and parts is not None and parts.kind == "batch":
+            raise ValueError(
+                f"mask_tied = true leaves groups out whose rewards are all equal, and {self.preset} compares rewards "
+                "with the batch, so it learns from such groups too; set mask_tied = false"
+            )
+        self._check_unused()
+        return self
 
     def _check_unused(self) -> None:
         """Refuse a setting that nothing here uses."""
@@ -227,20 +229,6 @@ class ObjectiveSection(StrictModel):
             # resolved recipes name every setting, so a default is no choice of a person
             if not is_used and value not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} = {value} belongs to {needed}, and {self.preset} has none; remove it")
-
-    def _check_family_only(self) -> None:
-        if self.preset in FAMILY:
-            return
-        if self.anchor == "behaviour":
-            kind = "the objective" if self.is_custom else "the baseline"
-            raise ValueError(
-                f'anchor = "behaviour" belongs to the family ({", ".join(FAMILY)}); the KL of {kind} '
-                f"{self.preset} is to a reference: fixed or reset"
-            )
-        if self.anchor is not None and self.used_anchor is None:
-            raise ValueError(
-                f'anchor = "{self.anchor}" is not used: {self.preset} has beta 0 and so no KL; remove it or raise beta'
-            )
 
     def _anchor_text(self) -> str:
         anchor = self.used_anchor

@@ -80,9 +80,28 @@ class Recipe(StrictModel):
         if self.run.fork_version is not None and self.run.snapshot is None:
             raise ValueError("run.fork_version names a version of the run in run.snapshot: give that too")
         # these rules are between sections: a section alone cannot know them
-        self._check_snapshot()
-        self._check_offline()
-        self._check_shared_server()
+        # a view of the snapshot draws nothing
+        is_drawn = self.run.snapshot is not None and self.buffer.read_only is None
+        if is_drawn and self.objective.reference_placement == "searcher":
+            raise ValueError(
+                f'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and the rollouts of '
+                f"run.snapshot = {self.run.snapshot!r} have none of this run's starting model, so each of them would "
+                'be refused at every draw; choose "trainer"'
+            )
+        needs = {
+            "sampling.alternate": self.sampling.alternate,
+            "sampling.lag_steps": self.sampling.lag_steps,
+            'objective.reference_placement = "searcher"': self.objective.reference_placement == "searcher",
+        }
+        if self.is_offline and (named := [name for name, is_set in needs.items() if is_set]):
+            raise ValueError(f"{named[0]} needs searchers, and searcher.num_searchers is 0; remove it")
+        num = self.scaling.num_searchers
+        # of other backends nothing starts that number: pods, or machines, may have servers of their own
+        if self.scaling.backend == "kubernetes" and self.shared_server is not None and num is not None and num > 1:
+            raise ValueError(
+                f"scaling.num_searchers is {num}, and all would load weights into the server {self.shared_server}, "
+                "which one searcher updates; set it to 1, or give each pod a server at localhost"
+            )
         if self.searcher.engine == "vllm" and self.searcher.vllm.quantization and self.model.dtype == "float32":
             raise ValueError(
                 f"searcher.vllm.quantization is {self.searcher.vllm.quantization!r}, and vLLM rounds weights of 16 "
@@ -116,35 +135,6 @@ class Recipe(StrictModel):
             )
         self._check_objective()
         return self
-
-    def _check_snapshot(self) -> None:
-        # a view of the snapshot draws nothing
-        is_drawn = self.run.snapshot is not None and self.buffer.read_only is None
-        if is_drawn and self.objective.reference_placement == "searcher":
-            raise ValueError(
-                f'objective.reference_placement = "searcher" leaves ref log-probs to searchers, and the rollouts of '
-                f"run.snapshot = {self.run.snapshot!r} have none of this run's starting model, so each of them would "
-                'be refused at every draw; choose "trainer"'
-            )
-
-    def _check_offline(self) -> None:
-        """Refuse settings that need searchers where there are none."""
-        needs = {
-            "sampling.alternate": self.sampling.alternate,
-            "sampling.lag_steps": self.sampling.lag_steps,
-            'objective.reference_placement = "searcher"': self.objective.reference_placement == "searcher",
-        }
-        if self.is_offline and (named := [name for name, is_set in needs.items() if is_set]):
-            raise ValueError(f"{named[0]} needs searchers, and searcher.num_searchers is 0; remove it")
-
-    def _check_shared_server(self) -> None:
-        num = self.scaling.num_searchers
-        # of other backends nothing starts that number: pods, or machines, may have servers of their own
-        if self.scaling.backend == "kubernetes" and self.shared_server is not None and num is not None and num > 1:
-            raise ValueError(
-                f"scaling.num_searchers is {num}, and all would load weights into the server {self.shared_server}, "
-                "which one searcher updates; set it to 1, or give each pod a server at localhost"
-            )
 
     def _check_lag(self) -> None:
         """Refuse what would evict every rollout of a constant lag, or forget the weights that sampled it."""

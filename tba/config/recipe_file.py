@@ -59,22 +59,13 @@ def load_recipe(
             raise ConfigError(f"--set {item!r} is not of the form section.key=value")
         _set(document, dotted.strip().split("."), parse_toml_value(text), where=f"--set {item}")
     recipe = parse_recipe({**(stand_ins or {}), **document}, where=str(path))
-    return _with_hub_model(_with_trl_files(recipe, Path(path).absolute().parent))
-
-
-def _with_trl_files(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the absolute paths of TRL's files of settings, which lie in the recipe's folder."""
-    prepare = [
-        item.model_copy(
-            update={
-                name: str(folder / file)
-                for name, file in (("trl_sft", item.trl_sft), ("trl_reward", item.trl_reward))
-                if file is not None
-            }
-        )
-        for item in recipe.prepare
-    ]
-    return recipe.model_copy(update={"prepare": prepare})
+    # TRL's files of settings lie in the recipe's folder
+    folder, prepare = Path(path).absolute().parent, []
+    for item in recipe.prepare:
+        files = {"trl_sft": item.trl_sft, "trl_reward": item.trl_reward}
+        found = {name: str(folder / file) for name, file in files.items() if file is not None}
+        prepare.append(item.model_copy(update=found))
+    return _with_hub_model(recipe.model_copy(update={"prepare": prepare}))
 
 
 def _with_hub_model(recipe: Recipe) -> Recipe:

@@ -63,10 +63,6 @@ class Schedule(StrictModel):
             raise ValueError(f"a {self.kind} schedule needs `steps`, the optimizer steps from start to end")
         if self.kind == "wsd" and not 0 < self.decay_steps <= (self.steps or 0):
             raise ValueError(f"a wsd schedule needs 0 < decay_steps <= steps, got {self.decay_steps}")
-        self._check_lengths()
-        return self
-
-    def _check_lengths(self) -> None:
         if self.kind != "wsd" and self.decay_steps:
             raise ValueError(f"decay_steps belongs to a wsd schedule, and this one is {self.kind}; remove it")
         if self.kind == "constant" and self.final:
@@ -80,6 +76,7 @@ class Schedule(StrictModel):
                 f"a warm-up of {self.warmup_steps} steps does not fit into a {self.kind} schedule of {self.steps} "
                 f"(at most {room} before its decay); raise steps or lower warmup_steps"
             )
+        return self
 
     @property
     def highest(self) -> float:

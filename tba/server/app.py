@@ -88,7 +88,11 @@ class BodyLimit:
                 waited_s += time.monotonic() - started_s
                 # FastAPI lets only HTTPException out of its body parsing. The connection closes, because what a
                 # service holds for a request that it reads (Admission of the buffer) must not be held for ever.
-                said = _slow_body(num_bytes, waited_s)
+                said = (
+                    f"the body did not arrive: {num_bytes} bytes of it in {waited_s:.1f} s of waiting; it may pause "
+                    f"for {BODY_IDLE_S:g} s, and must arrive at {MIN_BODY_BYTES_PER_S} bytes per second or more; "
+                    "send it again"
+                )
                 raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, said, {"connection": "close"}) from None
             waited_s += time.monotonic() - started_s
             num_bytes += len(message.get("body", b""))
@@ -103,13 +107,6 @@ class BodyLimit:
             await send(message)
 
         await self.app(scope, receive_limited, send_noted)
-
-
-def _slow_body(num_bytes: int, waited_s: float) -> str:
-    return (
-        f"the body did not arrive: {num_bytes} bytes of it in {waited_s:.1f} s of waiting; it may pause for "
-        f"{BODY_IDLE_S:g} s, and must arrive at {MIN_BODY_BYTES_PER_S} bytes per second or more; send it again"
-    )
 
 
 async def raw_body(request: Request) -> bytes:

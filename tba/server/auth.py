@@ -190,17 +190,6 @@ class AuthThrottle:
     async def delay(self, address: str) -> None:
         """Count a refusal, and return once it may be answered."""
         self._refused.inc()
-        # waiting answers cost memory: when too many wait, the delay itself would be the attack
-        if self._note(address) <= FREE_REFUSALS or self.is_full:
-            return
-        self._num_delayed += 1
-        try:
-            await asyncio.sleep(DELAY_S)
-        finally:
-            self._num_delayed -= 1
-
-    def _note(self, address: str) -> int:
-        """Count a refusal; return how many requests of this address were refused lately, this one included."""
         now_s = self._clock()
         num, last_s, logged_s = self._by_address.pop(address, (0, now_s, -math.inf))
         num = 1 if now_s - last_s > WINDOW_S else num + 1
@@ -212,4 +201,11 @@ class AuthThrottle:
         # an attacker with many addresses must not fill the memory
         if len(self._by_address) > MAX_ADDRESSES:
             self._by_address.popitem(last=False)
-        return num
+        # waiting answers cost memory: when too many wait, the delay itself would be the attack
+        if num <= FREE_REFUSALS or self.is_full:
+            return
+        self._num_delayed += 1
+        try:
+            await asyncio.sleep(DELAY_S)
+        finally:
+            self._num_delayed -= 1

@@ -47,14 +47,12 @@ def install_openapi(app: FastAPI) -> None:
         return Response(rendered[0], media_type="application/json")
 
 
-def _routes(app: FastAPI) -> Iterable[Any]:
+def _complete(app: FastAPI, document: dict[str, Any]) -> None:
     # FastAPI before 0.138, which vLLM 0.32 requires, keeps the routes of all routers in one list
     contexts = getattr(routing, "iter_route_contexts", None)
-    return contexts(app.routes) if contexts else [route for route in app.routes if isinstance(route, routing.APIRoute)]
-
-
-def _complete(app: FastAPI, document: dict[str, Any]) -> None:
-    for route in _routes(app):
+    plain = [route for route in app.routes if isinstance(route, routing.APIRoute)]
+    routes: Iterable[Any] = contexts(app.routes) if contexts else plain
+    for route in routes:
         for method in route.methods or ():
             operation = document["paths"].get(route.path_format, {}).get(method.lower())
             if operation is None:

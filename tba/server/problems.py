@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from http import HTTPStatus
 from reprlib import Repr
 from typing import Any
@@ -52,16 +51,8 @@ def error_response(error: TbaError) -> JSONResponse:
     return problem_response(status=error.status, slug=error.slug, detail=str(error), headers=headers, **extra)
 
 
-def _invalid(errors: Sequence[Any]) -> str:
-    """Return one sentence per error of pydantic, at most MAX_ERRORS_SAID: the field, what is wrong, the value."""
-    said = [_invalid_field(error) for error in errors[:MAX_ERRORS_SAID]]
-    if len(errors) > MAX_ERRORS_SAID:
-        said.append(f"and {len(errors) - MAX_ERRORS_SAID} more")
-    # the value may hold lone surrogates, which no JSON response can carry
-    return "; ".join(said).encode(errors="backslashreplace").decode()
-
-
 def _invalid_field(error: dict[str, Any]) -> str:
+    """Return in one sentence which field is wrong, how, and its value."""
     place, *names = map(str, error["loc"] or ("body",))
     # a parameter is called as the client wrote it; the fields of a body stand below `body`
     parts = names if place != "body" and names else [place, *names]
@@ -83,7 +74,13 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        return problem_response(status=422, slug="invalid-body", detail=_invalid(error.errors()))
+        errors = error.errors()
+        said = [_invalid_field(each) for each in errors[:MAX_ERRORS_SAID]]
+        if len(errors) > MAX_ERRORS_SAID:
+            said.append(f"and {len(errors) - MAX_ERRORS_SAID} more")
+        # the value may hold lone surrogates, which no JSON response can carry
+        detail = "; ".join(said).encode(errors="backslashreplace").decode()
+        return problem_response(status=422, slug="invalid-body", detail=detail)
 
     @app.exception_handler(UnicodeEncodeError)
     # a lone surrogate in JSON is valid for the parser and for nobody after it

@@ -10,7 +10,7 @@ import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -67,7 +67,13 @@ def serve(
             "set auth.tokens_file, or listen on 127.0.0.1"
         )
     certificate = Certificate.of(tls)
-    keep_freed_memory()
+    # Every request allocates and frees blocks of some 100 KB to some MB. By default each of them is mapped, cleared
+    # page by page at first touch, and unmapped again; that costs more than all the work on them (ADR 5). So glibc,
+    # where there is one, keeps what is freed for the next request.
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(MALLOPT_TRIM_THRESHOLD, MAX_KEPT_BYTES)
+        mallopt(MALLOPT_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)
     sock = bind(host, port)
     log.info("listening", host=host, port=sock.getsockname()[1], tls=certificate is not None)
     Server(app, certificate, start).run(sockets=[sock])
@@ -239,18 +245,3 @@ def max_connections() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(16, soft - SPARE_FILES))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next request (up to MAX_KEPT_BYTES) instead of giving it back.
-
-    Does nothing without glibc.
-    """
-    # Every request allocates and frees blocks of some 100 KB to some MB. By default each of them is mapped, cleared
-    # page by page at first touch, and unmapped again; that costs more than all the work on them (ADR 5).
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(MALLOPT_TRIM_THRESHOLD, MAX_KEPT_BYTES)
-    mallopt(MALLOPT_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)

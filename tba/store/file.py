@@ -17,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -151,7 +151,8 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     named = [error.filename2 or error.filename] if isinstance(error.filename, str) else list(places)
-    folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in map(_absolute, named)]
+    absolute = [Path(os.path.abspath(place)) for place in named]
+    folders = [next(path for path in (place, *place.parents) if path.is_dir()) for place in absolute]
     # the error does not always name the file: then the fullest disk is the likeliest one
     folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
     usage = shutil.disk_usage(folder)
@@ -179,7 +180,10 @@ class FileStore:
         # a folder need not exist before its first use, but one that cannot be made is a wrong store.url
         with self._errors("use the folder", ""):
             self._make_folder(self._root)
-            self._remove_stale()
+            for path in self._root.rglob(_TEMPORARY + "*"):  # left long ago by a writer that was killed
+                with suppress(FileNotFoundError):  # its writer was alive, or another process removed it first
+                    if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
+                        path.unlink()
         if write:
             key = f"check/{secrets.token_hex(8)}"
             self.put(key, b"tba", create_only=True)
@@ -279,15 +283,6 @@ class FileStore:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
             _fsync_folder(folder.parent)
 
-    def _remove_stale(self) -> None:
-        """Remove temporary files that a killed writer left long ago."""
-        for path in self._root.rglob(_TEMPORARY + "*"):
-            try:
-                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
-                    path.unlink()
-            except FileNotFoundError:
-                pass  # its writer was alive, or another process removed it first
-
     @contextmanager
     def _errors(
         self, verb: str, key: str, size_bytes: int | None = None, *, place: Path | None = None
@@ -371,7 +366,3 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _absolute(place: str | Path) -> Path:
-    return Path(os.path.abspath(place))

@@ -25,7 +25,7 @@ from botocore.exceptions import ClientError, IncompleteReadError, ResponseStream
 
 from tba.errors import ConfigError, ObjectExistsError, StoreTlsError, StoreUnavailableError
 from tba.store.file import check_key, check_prefix, check_size, new_file, open_source
-from tba.store.s3_errors import S3_ERRORS, is_answer, is_transient, status_of, store_error
+from tba.store.s3_errors import S3_ERRORS, is_transient, status_of, store_error
 from tba.tls import explain_tls_error
 
 T = TypeVar("T")
@@ -255,7 +255,8 @@ class S3Store:
                 problem = explain_tls_error(error, where=self._endpoint, ca_file=self._ca_file, setting="store.ca_file")
                 if problem is not None:
                     raise StoreTlsError(f"cannot {verb} the store {self.url}: {problem}") from error
-                self._has_answered = is_answer(error)  # a refusal or "no such object" is one, too
+                # a refusal is an answer, too; a server that speaks TLS may answer plain http with 400
+                self._has_answered = isinstance(error, ClientError) and status_of(error) != 400
             raise
         self._has_answered = True
         return result

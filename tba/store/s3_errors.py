@@ -52,12 +52,6 @@ def _is_redirect_loop(error: Exception) -> bool:
     return isinstance(wrapped, RecursionError)
 
 
-def is_answer(error: Exception) -> bool:
-    """Return whether an error is an answer of the store."""
-    # a server that speaks TLS may answer plain http with 400
-    return isinstance(error, ClientError) and status_of(error) != 400
-
-
 def store_error(
     error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
 ) -> StoreError:

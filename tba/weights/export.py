@@ -50,8 +50,16 @@ def render_card(manifest: Manifest, facts: RunFacts) -> str:
     """Return the text of README.md."""
     recipe = facts.recipe
     evaluated = [item for item in facts.evals if item.state == "done"]
+    fields = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": _base_model(recipe),
+        "tags": ["tba", "reinforcement-learning", "trajectory-balance", recipe.objective.preset],
+    }
+    # YAML includes JSON
+    front_matter = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
     parts = [
-        _front_matter(recipe),
+        "\n".join(["---", *front_matter, "---"]),
         f"# {manifest.run}, version {manifest.version}",
         f"Weight version `{manifest.version}` of the run `{manifest.run}`: `{_base_model(recipe)}`, post-trained with "
         f"[Trajectory Balance with Asynchrony]({PAPER}) by tba {tba.__version__}.",
@@ -65,18 +73,6 @@ def render_card(manifest: Manifest, facts: RunFacts) -> str:
         _use(recipe),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _front_matter(recipe: Recipe) -> str:
-    """Return the YAML front matter; every value is JSON, which YAML includes."""
-    fields = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "base_model": _base_model(recipe),
-        "tags": ["tba", "reinforcement-learning", "trajectory-balance", recipe.objective.preset],
-    }
-    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items()]
-    return "\n".join(["---", *lines, "---"])
 
 
 def _results(manifest: Manifest, facts: RunFacts, evaluated: Sequence[EvalInfo]) -> str:

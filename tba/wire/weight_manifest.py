@@ -185,18 +185,6 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
-        self._check_places()
-        if self.delta is None and self.adapter is None and not self.full:
-            raise ValueError("the version is stored neither whole, nor as a delta, nor as an adapter")
-        # strictly older bases: a chain of deltas cannot have a cycle
-        if self.delta is not None and not PolicyVersion.parse(self.delta.base) < self.policy_version:
-            raise ValueError(f"the base {self.delta.base} of the delta is not older than version {self.version}")
-        if self.adapter is not None and not PolicyVersion.parse(self.adapter.base) < self.policy_version:
-            raise ValueError(f"the base {self.adapter.base} of the adapter is not older than version {self.version}")
-        self._check_tensors()
-        return self
-
-    def _check_places(self) -> None:
         objects = [*self.files, *self.full, *self.changes]
         if len({each.name for each in objects}) != len(objects):
             raise ValueError("two objects have the same name")
@@ -208,8 +196,13 @@ class Manifest(_Strict):
                 check_key(each.key)
             except StoreError as error:
                 raise ValueError(str(error)) from None
-
-    def _check_tensors(self) -> None:
+        if self.delta is None and self.adapter is None and not self.full:
+            raise ValueError("the version is stored neither whole, nor as a delta, nor as an adapter")
+        # strictly older bases: a chain of deltas cannot have a cycle
+        if self.delta is not None and not PolicyVersion.parse(self.delta.base) < self.policy_version:
+            raise ValueError(f"the base {self.delta.base} of the delta is not older than version {self.version}")
+        if self.adapter is not None and not PolicyVersion.parse(self.adapter.base) < self.policy_version:
+            raise ValueError(f"the base {self.adapter.base} of the adapter is not older than version {self.version}")
         if len({each.name for each in self.tensors}) != len(self.tensors):
             raise ValueError("two tensors have the same name")
         files = {each.file for each in self.tensors}
@@ -221,6 +214,7 @@ class Manifest(_Strict):
         entries = ((each.name, each.dtype, each.shape, each.digest) for each in self.tensors)
         if table_sha256(entries) != self.params_sha256:
             raise ValueError("params_sha256 is not the sha256 of the table of tensors")
+        return self
 
     @property
     def policy_version(self) -> PolicyVersion:

@@ -6,15 +6,7 @@ Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batc
 
 from __future__ import annotations
 
-from tba.api.evaluations import (
-    BestVersion,
-    EvalInfo,
-    EvalNumbers,
-    EvalReply,
-    EvalRequest,
-    EvalResult,
-    EvalResults,
-)
+from tba.api.evaluations import BestVersion, EvalInfo, EvalNumbers, EvalReply, EvalRequest, EvalResult, EvalResults
 from tba.api.prompts import (
     MAX_LEASE_IDS,
     MAX_REFUSED_VERSIONS,

@@ -224,12 +224,7 @@ class S3Store:
     def _call(self, verb: str, key: str, operation: Callable[[], T]) -> T:
         try:
             for attempt in stamina.retry_context(
-                on=is_transient,
-                attempts=None,
-                timeout=self._timeout_s,
-                wait_initial=0.1,
-                wait_max=2.0,
-                wait_jitter=0.2,
+                on=is_transient, attempts=None, timeout=self._timeout_s, wait_initial=0.1, wait_max=2.0, wait_jitter=0.2
             ):
                 with attempt:
                     return self._try(verb, operation)
@@ -262,12 +257,7 @@ class S3Store:
         return result
 
     def _put(
-        self,
-        key: str,
-        send: Callable[[dict[str, str]], Any],
-        *,
-        create_only: bool,
-        is_same: Callable[[], bool],
+        self, key: str, send: Callable[[dict[str, str]], Any], *, create_only: bool, is_same: Callable[[], bool]
     ) -> None:
         """Send one write."""
         num_tries = 0
@@ -293,9 +283,7 @@ class S3Store:
         def send_part(number: int) -> dict[str, Any]:
             data = os.pread(file, part_bytes, (number - 1) * part_bytes)
             answer = self._call(
-                "write",
-                key,
-                lambda: self._client.upload_part(**where, UploadId=upload, PartNumber=number, Body=data),
+                "write", key, lambda: self._client.upload_part(**where, UploadId=upload, PartNumber=number, Body=data)
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 

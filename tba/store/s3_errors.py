@@ -23,12 +23,7 @@ S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RecursionError)
 """All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
 the stack ends."""
 
-_CONNECTION_ERRORS = (
-    ConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    ResponseStreamingError,
-)
+_CONNECTION_ERRORS = (ConnectionError, HTTPClientError, IncompleteReadError, ResponseStreamingError)
 _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 _TRANSIENT_CODES = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")

@@ -286,11 +286,7 @@ class VersionWriter:
         self._checked.ensure(digests, base.paths, lambda: check_tensors_of(base.manifest, base.paths))
         stored = describe_changes(prefix, file.path, stem="adapter")
         adapter = Adapter(
-            base=str(base.version),
-            rank=file.rank,
-            alpha=file.alpha,
-            fan_in_fan_out=file.fan_in_fan_out,
-            stored=stored,
+            base=str(base.version), rank=file.rank, alpha=file.alpha, fan_in_fan_out=file.fan_in_fan_out, stored=stored
         )
         started = time.monotonic()
         tensors = merged_table(base.manifest, open_tensors(base.paths), adapter, file.path)

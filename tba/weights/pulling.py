@@ -112,10 +112,7 @@ class VersionReader:
     """
 
     def __init__(
-        self,
-        store: ObjectStore,
-        manifest: Callable[[PolicyVersion], Manifest],
-        cache: NodeCache | None,
+        self, store: ObjectStore, manifest: Callable[[PolicyVersion], Manifest], cache: NodeCache | None
     ) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
         self.num_failed = 0

@@ -140,13 +140,7 @@ class WeightVersions:
         cache: of this machine, for downloads; None: there is none.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        run: str,
-        *,
-        cache: NodeCache | None = None,
-    ) -> None:
+    def __init__(self, store: ObjectStore, run: str, *, cache: NodeCache | None = None) -> None:
         self._store, self._run = store, run
         # versions are immutable; a large manifest has megabytes, and chains are walked again and again
         self._cached_manifest = lru_cache(_NUM_CACHED_MANIFESTS)(self.manifest)
@@ -253,12 +247,7 @@ class WeightVersions:
         return needed
 
     def download_model(
-        self,
-        version: PolicyVersion,
-        folder: Path,
-        *,
-        held: Sequence[LocalVersion] = (),
-        keeps_base: bool = False,
+        self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
     ) -> LocalVersion:
         """Download tensors and files into `folder`, all or none, each verified; several files of tensors get an index.
 

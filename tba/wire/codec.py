@@ -66,12 +66,7 @@ def pack(document: Document | Mapping[str, Any]) -> bytes:
 
 
 def unpack(
-    data: bytes,
-    decoder: msgspec.msgpack.Decoder[T],
-    *,
-    what: str,
-    schema: int,
-    max_bytes: int = MAX_DOCUMENT_BYTES,
+    data: bytes, decoder: msgspec.msgpack.Decoder[T], *, what: str, schema: int, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> T:
     """Decode one document and nothing after it.
 

@@ -96,16 +96,19 @@ def test_a_missing_object_is_an_error_that_names_it(store: ObjectStore, tmp_path
     assert store.size_bytes("no/such.thing") is None
 
 
-def test_a_folder_is_not_an_object(store: ObjectStore) -> None:
+def test_a_folder_is_not_an_object_and_deleting_is_idempotent(store: ObjectStore) -> None:
     store.put("a/b/c", b"1")
     assert store.size_bytes("a/b") is None
     with pytest.raises(ObjectNotFoundError):
         store.get("a/b")
     with pytest.raises(ObjectNotFoundError):
         store.get("a/b/c/d")
-    store.delete("a/b")
-    store.delete("a/b/c/d")
+    for missing in ("a/b", "a/b/c/d", "never/was"):
+        store.delete(missing)
     assert store.list("") == ["a/b/c"]
+    for _ in range(2):
+        store.delete("a/b/c")
+    assert (store.size_bytes("a/b/c"), store.list("")) == (None, [])
 
 
 def test_a_missing_source_file_is_not_taken_for_a_missing_object(store: ObjectStore, tmp_path: Path) -> None:
@@ -122,15 +125,6 @@ def test_list_is_sorted_and_takes_any_text_prefix(store: ObjectStore) -> None:
     assert store.list("w") == ["w/1-10/m", "w/1-9/m", "w/1-9/t", "wx/a"]
     assert store.list("w/1-1") == ["w/1-10/m"]
     assert store.list("nothing/") == []
-
-
-def test_delete_is_idempotent(store: ObjectStore) -> None:
-    store.put("a/b", b"1")
-    store.delete("a/b")
-    store.delete("a/b")
-    store.delete("never/was")
-    assert store.size_bytes("a/b") is None
-    assert store.list("") == []
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)

@@ -62,6 +62,7 @@ def stored_file(document: Document, **changes: Any) -> Document:
 
 OTHERS = f"runs/{RUN}x/weights/1-1/model.safetensors"
 HOSTILE: dict[str, tuple[Callable[[Document], Any], str]] = {
+    "older schema": (lambda d: d | {"schema": 0}, "schema"),
     "newer schema": (lambda d: d | {"schema": 3}, "schema"),
     "schema as text": (lambda d: d | {"schema": "2"}, "schema"),
     "unknown field": (lambda d: d | {"extra": 1}, "extra"),
@@ -87,12 +88,15 @@ HOSTILE: dict[str, tuple[Callable[[Document], Any], str]] = {
     "overflowing shape": (lambda d: tensor(d, shape=[2**64]), "less than"),
     "shape of many": (lambda d: tensor(d, shape=[1] * 9), "at most 8"),
     "fractional shape": (lambda d: tensor(d, shape=[1.5]), "integer"),
+    "digest of no form": (lambda d: tensor(d, digest="x"), "digest"),
+    "dtype of no version": (lambda d: d | {"dtype": "int8"}, "dtype"),
     "unknown dtype": (lambda d: tensor(d, dtype="F4"), "unknown dtype"),
     "tensor twice": (lambda d: with_table(d | {"tensors": d["tensors"] * 2}), "same name"),
     "wrong table": (lambda d: d | {"params_sha256": "0" * 64}, "not the sha256 of the table"),
     "base is itself": (lambda d: delta(d, base=d["version"]), "not older"),
     "base is newer": (lambda d: delta(d, base="2-0"), "not older"),
     "base is a path": (lambda d: delta(d, base="../0"), "LINEAGE-STEP"),
+    "chain of none": (lambda d: delta(d, num_to_full=0), "greater than or equal to 1"),
     "long chain": (lambda d: delta(d, num_to_full=10_000), "less than or equal to 256"),
     "stored nowhere": (lambda d: d | {"delta": None}, "neither"),
     "negative size": (lambda d: delta_object(d, size_bytes=-1), "greater"),

@@ -102,11 +102,7 @@ def test_a_download_that_is_killed_leaves_nothing_by_half_and_the_next_one_works
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["equal-content", "other-content"])
 def test_of_two_processes_that_publish_one_version_the_first_decides(
-    processes: ForkServerContext,
-    section: StoreSection,
-    store: ObjectStore,
-    tmp_path: Path,
-    is_same: bool,
+    processes: ForkServerContext, section: StoreSection, store: ObjectStore, tmp_path: Path, is_same: bool
 ) -> None:
     """One of them stores a delta, the other one the version whole."""
     chain = Chain(store, tmp_path / "models")

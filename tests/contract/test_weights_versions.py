@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +94,6 @@ def test_the_manifest_is_written_last(store: ObjectStore, model: Model, monkeypa
     assert len(order) == 4
 
 
-def test_a_half_written_version_is_invisible_until_it_is_published_again(
-    store: ObjectStore, model: Model, tmp_path: Path
-) -> None:
-    versions = WeightVersions(store, "demo")
-    model.publish(versions, V1)
-    store.delete("runs/demo/weights/1-4/manifest.json")
-    assert not versions.exists(V1)
-    assert versions.versions() == []
-    with pytest.raises(ObjectNotFoundError, match="weight version 1-4 of run demo does not exist"):
-        versions.manifest(V1)
-    with pytest.raises(ObjectNotFoundError):
-        versions.download_model(V1, tmp_path / "pulled")
-    assert not (tmp_path / "pulled").exists()
-    model.publish(versions, V1)
-    assert versions.versions() == [V1]
-
-
 def test_a_half_written_version_with_other_tensors_is_not_mixed_with_mine(
     store: ObjectStore, model: Model, tmp_path: Path
 ) -> None:
@@ -144,29 +126,6 @@ def test_other_content_under_a_taken_version_is_refused(
         other.publish(versions, V1, **changes)
     assert versions.manifest(V1) == first
     assert versions.download_model(V1, tmp_path / "pulled").manifest == first, "the objects of the first are untouched"
-
-
-def test_of_two_publishers_at_once_one_wins_and_what_exists_is_whole(store: ObjectStore, tmp_path: Path) -> None:
-    results: list[Manifest | ObjectExistsError] = []
-    start = threading.Barrier(2)
-
-    def publish(model: Model) -> None:
-        start.wait()
-        try:
-            results.append(model.publish(WeightVersions(store, "demo"), V1))
-        except ObjectExistsError as error:
-            results.append(error)
-
-    models = [Model(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    threads = [threading.Thread(target=publish, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    won = [result for result in results if isinstance(result, Manifest)]
-    assert len(won) == 1
-    assert len(results) == 2
-    assert WeightVersions(store, "demo").download_model(V1, tmp_path / "pulled").manifest == won[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
@@ -261,22 +220,6 @@ def test_versions_are_sorted_as_numbers_and_runs_do_not_mix(store: ObjectStore, 
     with capture_logs() as lines:
         assert versions.versions() == versions.versions() == wanted
     assert [line["folder"] for line in lines] == ["runs/demo/weights/notes"]
-
-
-def test_delete_removes_the_manifest_first_and_keeps_files_that_others_share(
-    store: ObjectStore, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = WeightVersions(store, "demo")
-    model.publish(versions, V1)
-    model.publish(versions, PolicyVersion(1, 8))
-    order: list[str] = []
-    delete = store.delete
-    monkeypatch.setattr(store, "delete", lambda key: (order.append(key), delete(key)))
-    versions.delete(V1)
-    versions.delete(V1)
-    assert order[:2] == ["runs/demo/weights/1-4/manifest.json", "runs/demo/weights/1-4/model.safetensors"]
-    assert versions.versions() == [PolicyVersion(1, 8)]
-    versions.download_model(PolicyVersion(1, 8), tmp_path / "pulled")
 
 
 def test_a_manifest_of_another_version_is_not_believed(store: ObjectStore, model: Model) -> None:

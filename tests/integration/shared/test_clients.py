@@ -110,11 +110,6 @@ def test_what_is_no_address_of_a_service_is_refused_in_a_sentence(url: str) -> N
         BufferClient(url)
 
 
-def test_nobody_there_is_one_sentence():
-    with pytest.raises(UnavailableError, match=r"http://127.0.0.1:1 does not answer .* is the service running there\?"):
-        BufferClient("http://127.0.0.1:1", retry_s=0).lease(LEASE)
-
-
 @pytest.mark.parametrize("body", [b"not json", {"leases": []}, {**LEASED[1], "leases": 1}])
 def test_an_answer_of_another_kind_is_refused(body: Any):
     with answering([(200, body)]) as (url, _), pytest.raises(BadReplyError, match="is not a LeaseReply"):

@@ -152,10 +152,6 @@ def test_what_the_gpu_services_start_is_what_their_images_start():
         assert GPU["services"][name]["command"] == found["ENTRYPOINT"] + found["CMD"]
 
 
-def test_what_loads_models_has_shared_memory():
-    assert {GPU["services"][name]["shm_size"] for name in ("trainer", *SEARCHERS)} == {"8g"}
-
-
 def test_start_order_is_by_health_and_completion():
     waits = {name: service.get("depends_on", {}) for name, service in GPU["services"].items()}
     assert all(isinstance(needed, dict) for needed in waits.values())

@@ -98,15 +98,7 @@ def test_the_build_context_names_what_belongs_to_an_image_and_nothing_else():
     allowed = {rule[1:] for rule in rules if rule.startswith("!")}
     # the last rule wins: the launcher of whole runs is in no image
     assert rules.index("tba_cli/local") > rules.index("!tba_cli")
-    assert allowed == {
-        "pyproject.toml",
-        "README.md",
-        "tba",
-        "tba_cli",
-        "recipes",
-        "services",
-        "deploy",
-    }
+    assert allowed == {"pyproject.toml", "README.md", "tba", "tba_cli", "recipes", "services", "deploy"}
     copied = [
         word
         for path in DOCKERFILES

@@ -34,25 +34,6 @@ def test_a_page_has_the_sentences_of_its_paragraphs_and_items() -> None:
     ]
 
 
-def test_sections_of_a_docstring_are_read_entry_by_entry_and_its_code_is_not() -> None:
-    text = """Do one thing to another thing.
-
-        tba run this is code
-
-    Args:
-        one: the first of the two things,
-            over two lines.
-        two: the second of the two things.
-
-    a     column and another
-    """
-    assert texts(prose.sentences(prose.paragraphs_of_docstring(text), "a.py")) == [
-        "Do one thing to another thing.",
-        "one: the first of the two things, over two lines.",
-        "two: the second of the two things.",
-    ]
-
-
 def test_the_check_takes_no_long_sentence_in_readme_and_few_in_docs() -> None:
     short, long = prose.Sentence("a.md", "word " * 30), prose.Sentence("a.md", "word " * 31)
     assert list(prose.faults({"README": [short], "docs": [short] * 97 + [long] * 3})) == []

@@ -11,7 +11,7 @@ import pytest
 from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, LiveSettings, ObjectiveSection, Recipe, Schedule, parse_live, parse_recipe, with_live
 from tba.config.live_settings import RECIPE_KEYS
-from tba.config.objective import BASELINES, FAMILY, PRESETS, Anchor
+from tba.config.objective import FAMILY, PRESETS, Anchor
 from tba.config.searcher import SearcherSection
 from tba.config.sections import StoreSection
 from tba.errors import ConfigError
@@ -28,11 +28,6 @@ def recipe(objective: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
 def recipe_with(**sections: Any) -> Recipe:
     minimal = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
     return parse_recipe({**minimal, **sections}, where="recipe.toml")
-
-
-def test_every_preset_is_a_member_or_a_baseline() -> None:
-    assert sorted(PRESETS) == sorted((*FAMILY, *BASELINES))
-    assert not set(FAMILY) & set(BASELINES)
 
 
 DISTORTED: list[tuple[dict[str, Any], str]] = [
@@ -93,11 +88,7 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
     ("objective", "sections", "message"),
     [
         ({"preset": "tb", "beta": 0.0}, {}, r"objective\.beta is 0 .* tb needs it above 0"),
-        (
-            {"preset": "kimi", "beta": FALLING},
-            {"trainer": {"num_steps": 150}},
-            r"beta is 0 at some step of the run",
-        ),
+        ({"preset": "kimi", "beta": FALLING}, {"trainer": {"num_steps": 150}}, r"beta is 0 at some step of the run"),
         ({"preset": "online_dpo", "beta": 0.0}, {}, "online_dpo needs it above 0"),
         ({"preset": "tb", "beta": {**FALLING, "value": 0.0, "final": 0.1}}, {}, "tb needs it above 0"),
         ({"preset": "tb"}, {"sampling": {"group_size": 1}}, r"group_size is 1, and tb compares .* \"reinforce\""),
@@ -115,22 +106,10 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
         ({"preset": "dr_grpo", "importance_clamp": 8.0}, {}, "importance_clamp = 8.0 belongs to a clamp"),
         ({"preset": "tb", "old_policy_versions": 3}, {}, "old_policy_versions = 3 belongs to tba_prime_published"),
         ({"preset": "m:f", "aggregation": "tokens"}, {}, "aggregation = tokens belongs to a preset"),
-        (
-            {**PUBLISHED, "reference_placement": "searcher"},
-            {},
-            "tba_prime_published clamps",
-        ),
+        ({**PUBLISHED, "reference_placement": "searcher"}, {}, "tba_prime_published clamps"),
         ({"preset": "reinforce"}, {"sampling": ONE_ROLLOUT}, "reinforce compares the rollouts of a batch"),
-        (
-            {"preset": "kimi"},
-            {"searcher": COLD},
-            r"\(preset kimi\).* is 0\.7 and .*temperature is 1,",
-        ),
-        (
-            {"preset": "tb_behaviour"},
-            {"model": COLD_MODEL, "searcher": WARM},
-            "objective.anchor is",
-        ),
+        ({"preset": "kimi"}, {"searcher": COLD}, r"\(preset kimi\).* is 0\.7 and .*temperature is 1,"),
+        ({"preset": "tb_behaviour"}, {"model": COLD_MODEL, "searcher": WARM}, "objective.anchor is"),
         ({"preset": "tba_prime"}, {"searcher": COLD}, "objective.centre is"),
         *[({"preset": "kimi"}, {"searcher": value}, rf"but searcher\.{name} makes it") for value, name in DISTORTED],
         ({"preset": "tbb"}, {}, r"objective\.preset.*'tbb'"),
@@ -269,13 +248,6 @@ def test_m_is_a_probability_and_the_sampling_temperature_above_0(
         recipe_with(**{section: {key: value}})
     with pytest.raises(ConfigError, match=rf"live settings: key '{key}' has the value .*{message}"):
         parse_live({key: value})
-
-
-def test_numbers_and_schedules_are_read_in_recipes() -> None:
-    warm = {"kind": "wsd", "value": 1.5, "final": 0.5, "steps": 10, "warmup_steps": 2, "decay_steps": 4}
-    found = recipe_with(objective={"preset": "tb", "beta": 1}, trainer={"learning_rate": warm})
-    assert found.objective.beta.at(99) == 1
-    assert [found.trainer.learning_rate.at(step) for step in (0, 5, 10)] == pytest.approx([0.75, 1.5, 0.5])
 
 
 def test_searchers_sample_at_the_policy_temperature_and_a_recipe_that_says_otherwise_is_warned_about() -> None:

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from tba.config.evaluation import EvalSection, PublishedNumber
-from tba.evaluation.evaluation_job import (
-    Comparison,
-    Estimate,
-    EvaluationReport,
-    ModeReport,
-    ScoreCounts,
-)
+from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
 from tba_cli.reports.comparison import evaluation_markdown
 
 

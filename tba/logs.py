@@ -33,10 +33,12 @@ def configure_logging(*, service: str, run: str) -> None:
         # not by context variables, which a new thread does not inherit
         _in_order({"service": service, "run_id": run}),
     ]
+    # tracebacks without local variables: they may hold tokens, and are slow to render
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=20)
     last: list[structlog.typing.Processor] = (
         [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
         if console
-        else [_exceptions(), structlog.processors.JSONRenderer()]
+        else [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     )
     structlog.configure(
         processors=[RepeatLimit(), *shared, *last],
@@ -121,13 +123,6 @@ def _in_order(bound: dict[str, str]) -> structlog.typing.Processor:
         return with_bare_urls({**first, **bound, **line})  # errors of libraries name the address that they asked
 
     return order
-
-
-def _exceptions() -> structlog.typing.Processor:
-    """Return the renderer of tracebacks."""
-    # without local variables: they may hold tokens, and are slow to render
-    transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=20)
-    return structlog.processors.ExceptionRenderer(transformer)
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,15 +66,11 @@ class PrepareItem(StrictModel):
         Without TRL's file, as in a pod that has the recipe alone, `settings_sha256` is None: nothing is compared.
         """
         if self.trl_file is not None:
-            return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": _sha256(self.trl_file)}
+            sha256 = None
+            with suppress(OSError):
+                sha256 = hashlib.sha256(Path(self.trl_file).read_bytes()).hexdigest()
+            return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": sha256}
         return {"hub": self.hub, "revision": self.revision, "tokenizer": self.tokenizer}
-
-
-def _sha256(file: str) -> str | None:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return None
 
 
 def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:

@@ -265,28 +265,9 @@ class ObjectiveSection(StrictModel):
         return self.used_anchor in ("fixed", "reset")
 
     @property
-    def takes_behaviour_for_theta(self) -> Literal["anchor", "centre"] | None:
-        """The part that takes the behaviour policy for an earlier theta, which is right only at the policy
-        temperature."""
-        if (parts := self.parts) is None:
-            return None
-        if parts.anchor == "behaviour":
-            return "anchor"
-        return "centre" if parts.centre == "behaviour" else None
-
-    @property
     def needs_beta(self) -> bool:
         """Whether a beta of 0 has no meaning."""
         return self.preset in FAMILY or self.preset == "online_dpo"
-
-    def check_steps(self, num_steps: int) -> None:
-        """Refuse a beta of 0 where it has no meaning."""
-        if self.needs_beta and self.beta.lowest(num_steps) <= 0:
-            raise ValueError(
-                f"objective.beta is 0 at some step of the run's {num_steps}, and {self.preset} needs it above 0 "
-                "at every step (its optimum is pi_ref exp(r / beta)); raise beta, or its `final`, or choose a baseline "
-                "without KL such as dr_grpo"
-            )
 
 
 _OVERRIDES = ("anchor", "importance_clamp", "aggregation")

@@ -188,7 +188,13 @@ class Recipe(StrictModel):
             )
 
     def _check_objective(self) -> None:
-        self.objective.check_steps(self.trainer.num_steps)
+        num_steps = self.trainer.num_steps
+        if self.objective.needs_beta and self.objective.beta.lowest(num_steps) <= 0:
+            raise ValueError(
+                f"objective.beta is 0 at some step of the run's {num_steps}, and {self.objective.preset} needs it "
+                "above 0 at every step (its optimum is pi_ref exp(r / beta)); raise beta, or its `final`, or choose a "
+                "baseline without KL such as dr_grpo"
+            )
         num_group, sampling = self.sampling.group_size, self.sampling
         if num_group == 1 and self.objective.preset != "reinforce" and not self.objective.is_custom:
             raise ValueError(
@@ -207,13 +213,11 @@ class Recipe(StrictModel):
                 "batch; raise one of them to at least 2"
             )
         self.trainer.guards.check_batch(num_rollouts)
-        self._check_temperatures()
-
-    def _check_temperatures(self) -> None:
-        """Refuse a distorted behaviour policy where the objective takes it for theta."""
-        part, wanted = self.objective.takes_behaviour_for_theta, self.model.policy_temperature
-        if part is None or self.is_offline:  # offline nothing is sampled
-            return
+        # the part that takes the behaviour policy for an earlier theta, right only at the policy temperature
+        parts, wanted = self.objective.parts, self.model.policy_temperature
+        if parts is None or self.is_offline or "behaviour" not in (parts.anchor, parts.centre):
+            return  # offline nothing is sampled
+        part = "anchor" if parts.anchor == "behaviour" else "centre"
         if self.searcher.distortions:
             raise ValueError(
                 f'objective.{part} is "behaviour" (preset {self.objective.preset}), which takes the policy that '

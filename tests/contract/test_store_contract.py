@@ -11,22 +11,8 @@ import pytest
 from tba.errors import DigestError, ObjectExistsError, ObjectNotFoundError, StoreError
 from tba.store import ObjectStore
 
-BAD_KEYS = [
-    "",
-    "/a",
-    "a/",
-    "a//b",
-    "../a",
-    "a/../b",
-    "a/./b",
-    "a/.hidden",
-    "a b",
-    "a\nb",
-    "a\n",
-    "ä",
-    "a\\b",
-    "x" * 901,
-]
+BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "a/.hidden", "a b", "a\nb", "a\n", "ä", "a\\b"]
+BAD_KEYS.append("x" * 901)
 
 
 def test_what_was_put_last_is_what_is_read(store: ObjectStore) -> None:

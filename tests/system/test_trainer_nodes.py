@@ -25,7 +25,6 @@ to 6.5 s were measured (2026-11-26), and 56 s at a load of 15 to 40 on two cores
 
 
 def make_run(folder: Path, *, collective_timeout_s: float = 60.0) -> TrainerProcesses:
-    """A run of `NUM_STEPS` steps."""
     folder.mkdir()
     trainer = {"num_steps": NUM_STEPS, "checkpoint_interval": CHECKPOINT_INTERVAL, "export": False}
     trainer["collective_timeout_s"] = collective_timeout_s
@@ -35,14 +34,12 @@ def make_run(folder: Path, *, collective_timeout_s: float = 60.0) -> TrainerProc
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[TrainerProcesses]:
-    """The run of a test."""
     found = make_run(tmp_path / "run")
     yield found
     found.close()
 
 
 def start_node(run: TrainerProcesses, number: int, where: str) -> subprocess.Popen[bytes]:
-    """A launcher with one process, as the chart starts it."""
     command = ["-m", "tba_trainer.distributed.launch", "1", "--nodes", "2", "--rendezvous", where]
     with (run.folder / f"node-{number}.log").open("wb") as log:
         node = subprocess.Popen(
@@ -56,7 +53,6 @@ def start_node(run: TrainerProcesses, number: int, where: str) -> subprocess.Pop
 
 
 def start_nodes(run: TrainerProcesses, *, late_s: float = 0.0) -> list[subprocess.Popen[bytes]]:
-    """Both launchers, the second one later."""
     where = f"localhost:{free_port()}"
     first = start_node(run, 0, where)
     time.sleep(late_s)
@@ -64,20 +60,17 @@ def start_nodes(run: TrainerProcesses, *, late_s: float = 0.0) -> list[subproces
 
 
 def kill_node(node: subprocess.Popen[bytes]) -> None:
-    """A machine without power: its launcher, and what that has started."""
     for pid in [node.pid, *workers_of(node).values()]:
         os.kill(pid, signal.SIGKILL)
 
 
 def seconds_to_end(node: subprocess.Popen[bytes]) -> float:
-    """Wait for its end; return how long that took."""
     start_s = time.monotonic()
     node.wait(DEADLINE_S)
     return time.monotonic() - start_s
 
 
 def logs(run: TrainerProcesses) -> str:
-    """Return the logs of both nodes."""
     return "".join((run.folder / f"node-{number}.log").read_text() for number in range(2))
 
 
@@ -102,7 +95,6 @@ def test_two_nodes_are_stopped_and_continue_to_the_end(run: TrainerProcesses) ->
 
 @pytest.fixture(scope="module")
 def last_digest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the weights after the last step of a run that nothing has stopped."""
     run = make_run(tmp_path_factory.mktemp("whole") / "run")
     try:
         assert [node.wait(DEADLINE_S) for node in start_nodes(run)] == [0, 0], logs(run)[-3000:]
@@ -112,7 +104,6 @@ def last_digest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def newest_digest(run: TrainerProcesses) -> str:
-    """Of the newest version, that of the last step."""
     version, digest = max(run.digests().items(), key=lambda item: item[0].step)
     assert version.step == NUM_STEPS
     return digest

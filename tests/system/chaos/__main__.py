@@ -16,7 +16,6 @@ from tests.system.chaos.table import survival_table
 
 
 def main() -> int:
-    """Run, print, and write the same to a file."""
     parser = argparse.ArgumentParser(
         prog="chaos", description="Hurt a whole run in every way, and count what was lost."
     )
@@ -54,12 +53,10 @@ def main() -> int:
 
 
 def say(line: str) -> None:
-    """One line of the progress, at once."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 def _starting_model(folder: Path) -> Path:
-    """The quickstart's starting model."""
     from tba_cli.starter_models.starting_model import make_starting_model
 
     make_starting_model(folder, seed=0, num_threads=1)

@@ -32,8 +32,6 @@ Say = Callable[[str], None]
 
 @dataclass
 class Campaign:
-    """The parts of a chaos run, and its results."""
-
     world: Deployment
     rng: random.Random
     say: Say = print
@@ -148,7 +146,6 @@ class Campaign:
         assert not missing, f"training did not begin within {RECOVERY_S:.0f} s: {missing}\n{words}"
 
     def _end(self, watch: Watch) -> Verdict:
-        """Tell the run to end, as an operator does, and judge it."""
         world = self.world
         self._until("every rollout is scored", lambda: world.client.stats().num_pending == 0)
         world.supervisor.may_end.set()
@@ -201,7 +198,6 @@ def run_campaign(
     hold_range_s: tuple[float, float] = HOLD_S,
     say: Say = print,
 ) -> tuple[Verdict, list[Trial]]:
-    """A whole chaos run in `folder`; nothing of it is left running."""
     world = Deployment(folder, model, num_searchers=num_searchers)
     campaign = Campaign(world, random.Random(seed), say, hold_range_s)
     try:

@@ -73,8 +73,6 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports on which the services themselves listen."""
-
     redis: int
     buffer: int
     reward: int
@@ -82,12 +80,7 @@ class Ports:
 
 
 class Deployment:
-    """Starts everything; `close` ends everything.
-
-    Args:
-        folder: of this run alone; logs and data stay there.
-        model: the starting model.
-    """
+    """Starts everything; `close` ends everything."""
 
     def __init__(self, folder: Path, model: Path, *, num_searchers: int = 3) -> None:
         self.folder = folder
@@ -111,21 +104,17 @@ class Deployment:
 
     @property
     def redis_url(self) -> str:
-        """Straight to Redis."""
         return f"redis://127.0.0.1:{self.ports.redis}/0"
 
     @property
     def buffer_url(self) -> str:
-        """Straight to the buffer."""
         return f"http://127.0.0.1:{self.ports.buffer}"
 
     @property
     def log_folder(self) -> Path:
-        """One log per component."""
         return self.folder / "logs"
 
     def set_link(self, name: str, mode: Any) -> None:
-        """Begin or end a fault of one link."""
         self._loop.call(self.links[name].set(mode))
 
     def start(self) -> None:
@@ -144,7 +133,6 @@ class Deployment:
         self.supervisor.start()
 
     def close(self) -> None:
-        """End everything."""
         self.supervisor.stop()
         self.client.close()
         self._loop.close()
@@ -243,7 +231,6 @@ def _url(link: Link | None) -> str:
 
 
 def _http(url: str) -> int:
-    """The status of a GET; 0 without an answer."""
     try:
         with urllib.request.urlopen(url, timeout=3) as answer:
             return int(answer.status)

@@ -45,8 +45,6 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class Card:
-    """One cell of the survival table."""
-
     fault: str
     place: str
 
@@ -72,7 +70,6 @@ class HungError(Exception):
 
 
 def deck() -> list[Card]:
-    """Every card once."""
     cards = [Card(fault, place) for place in PROCESSES for fault in ("kill -9", "SIGTERM", "SIGSTOP")]
     cards += [Card(f"link {mode}", place) for place in LINKS for mode in links.FAULTS]
     cards += [Card(f"store {fault}", "store") for fault in STORE_FAULTS]
@@ -114,11 +111,7 @@ def _spoil(world: Deployment, how: str | None) -> None:
 
 
 def _until_started(world: Deployment, name: str, starts: int) -> None:
-    """Wait until the supervisor has started it again.
-
-    Raises:
-        HungError: it did not end; it was killed now.
-    """
+    """Wait until the supervisor has started it again."""
     component, deadline_s = world.supervisor.components[name], time.monotonic() + GRACE_S
     while component.num_starts == starts:
         if time.monotonic() > deadline_s:

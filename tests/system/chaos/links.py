@@ -23,12 +23,7 @@ Direction = Literal["to", "from"]
 
 
 class Link:
-    """Forwards a loopback port to another one. All methods but `mode` run on the loop that it was started on.
-
-    Args:
-        name: the two sides, for example `trainer-buffer`.
-        target_port: where the service listens.
-    """
+    """Forwards a loopback port to another one. All methods but `mode` run on the loop that it was started on."""
 
     def __init__(self, name: str, target_port: int) -> None:
         self.name = name
@@ -41,11 +36,9 @@ class Link:
 
     @property
     def mode(self) -> Mode:
-        """The present mode."""
         return self._mode
 
     async def start(self) -> None:
-        """Listen on a free port."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=CHUNK_BYTES)
         self.port = server.sockets[0].getsockname()[1]
 
@@ -99,7 +92,6 @@ class Link:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, as a firewall or a dead host does it."""
     sock = writer.get_extra_info("socket")
     if sock is not None:
         with contextlib.suppress(OSError):

@@ -22,8 +22,6 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Acked:
-    """One answer 204 to an ack. `at_s` is of `time.monotonic`."""
-
     at_s: float
     lineage: int
     step: int
@@ -47,7 +45,6 @@ class Observer:
         self._lock = threading.Lock()
 
     def see(self, request: Request, answer: Answer) -> None:
-        """One request that was answered."""
         path = request.path.split("?")[0]
         try:
             if request.method == "POST" and path == "/v1/rollouts" and answer.status == 200:
@@ -58,7 +55,6 @@ class Observer:
             self.errors.append(f"{request.method} {path}: {type(error).__name__}: {error}")
 
     def acks_since(self, at_s: float) -> list[Acked]:
-        """Acknowledged steps from `at_s` on."""
         with self._lock:
             found = []
             for acked in reversed(self.acks):

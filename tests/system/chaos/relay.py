@@ -40,12 +40,7 @@ class Answer:
 
 
 class Relay:
-    """Serves on a loopback port and forwards to another one.
-
-    Args:
-        target_port: where the service listens.
-        see: called with every request that was answered and its answer, before the client has it.
-    """
+    """Serves on a loopback port and forwards to another one."""
 
     def __init__(self, target_port: int, see: Callable[[Request, Answer], None] | None = None) -> None:
         self.port = 0
@@ -60,7 +55,6 @@ class Relay:
         self._last_delta = b""
 
     async def start(self) -> None:
-        """Listen on a free port."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=HEAD_BYTES)
         self.port = server.sockets[0].getsockname()[1]
 
@@ -80,7 +74,6 @@ class Relay:
             writer.close() if whole else reset(writer)
 
     async def _relay(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Relay one request; return True if the connection can be used again."""
         spoil = self.spoil
         self.num_spoiled += spoil is not None
         if spoil == "503":
@@ -111,7 +104,6 @@ class Relay:
         return spoil != "half" or not answer.body
 
     def _with_other_weights(self, request: Request, answer: Answer, kind: str, spoil: Spoil | None) -> Answer:
-        """The answer about a file of weights, spoilt."""
         body = answer.body
         if spoil == "short":
             return _with_length(replace(answer, body=body[:-SHORTER_BYTES]), less_bytes=SHORTER_BYTES)
@@ -128,7 +120,6 @@ class Relay:
         return answer
 
     async def _ask(self, request: Request, client: asyncio.StreamReader) -> Answer | None:
-        """The service's answer; None when the client hung up before it came."""
         hung_up = asyncio.create_task(client.read(1))  # clients of ours send nothing before the answer
         exchange = asyncio.create_task(self._exchange(request))
         try:

@@ -22,8 +22,6 @@ TAIL_BYTES = 4000
 
 @dataclass
 class Component:
-    """The command of one process, and its state."""
-
     name: str
     command: Sequence[str]
     environ: Mapping[str, str]
@@ -41,11 +39,9 @@ class Component:
 
     @property
     def is_running(self) -> bool:
-        """True: a process is there, frozen or not."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start it; its output is appended to its log."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 list(self.command),
@@ -60,14 +56,12 @@ class Component:
         self.start_again_s, self.was_struck = None, False
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal; False when there is no process."""
         if self.process is None or self.process.poll() is not None:
             return False
         self.process.send_signal(number)
         return True
 
     def last_words(self) -> str:
-        """The end of its log."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace")
@@ -75,8 +69,6 @@ class Component:
 
 @dataclass
 class Ending:
-    """A component ended although nothing was done to it."""
-
     name: str
     exit_code: int
     last_line: str
@@ -84,8 +76,6 @@ class Ending:
 
 @dataclass
 class Supervisor:
-    """All components by name, and the thread that starts them again."""
-
     components: dict[str, Component] = field(default_factory=dict)
     endings: list[Ending] = field(default_factory=list)
     may_end: threading.Event = field(default_factory=threading.Event)
@@ -95,12 +85,10 @@ class Supervisor:
     _thread: threading.Thread | None = None
 
     def add(self, component: Component) -> Component:
-        """One more; the caller starts it."""
         self.components[component.name] = component
         return component
 
     def start(self) -> None:
-        """From now on start again what ends."""
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -115,7 +103,6 @@ class Supervisor:
             return component.send(number)
 
     def stop(self) -> None:
-        """Kill everything."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(10)

@@ -30,7 +30,6 @@ class Trial:
 
 
 def survival_table(trials: Sequence[Trial]) -> str:
-    """Markdown, one line for each card; seconds are median / max."""
     by_card: dict[Card, list[Trial]] = defaultdict(list)
     for trial in trials:
         by_card[trial.card].append(trial)
@@ -62,6 +61,5 @@ def _pair(values: Sequence[float]) -> str:
 
 
 def _order(card: Card) -> int:
-    """Processes, links, the store, Redis."""
     kinds = ("kill", "SIG", "link", "store")
     return next((at for at, kind in enumerate(kinds) if card.fault.startswith(kind)), len(kinds))

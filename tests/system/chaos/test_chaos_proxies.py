@@ -31,7 +31,6 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def echo() -> Iterator[socket.socket]:
-    """A service that sends back what it gets; `accept` is done by a thread."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -114,7 +113,6 @@ class Service(BaseHTTPRequestHandler):
     pushes: list[bytes] = []
 
     def do_GET(self) -> None:
-        """A file: its content is its name, ten times."""
         body = self.path.rpartition("/")[2].encode() * 10
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
@@ -157,7 +155,6 @@ def relay(loop: LoopThread) -> Iterator[tuple[Relay, Observer]]:
 
 
 def ask(relay: Relay, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, int]:
-    """Return status, body, and the length that was announced."""
     connection = HTTPConnection("127.0.0.1", relay.port, timeout=30)
     try:
         connection.request(method, path, body)

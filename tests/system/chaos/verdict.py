@@ -32,7 +32,6 @@ class Verdict:
     counts: dict[str, Any] = field(default_factory=dict)
 
     def expect(self, condition: bool, sentence: str) -> None:
-        """Note a broken promise."""
         if not condition:
             self.wrong.append(sentence)
 
@@ -96,14 +95,12 @@ def judge_steps(verdict: Verdict, acks: list[Acked], entries: list[LedgerEntry])
 
 
 def _judge_ledger(verdict: Verdict, world: Deployment) -> None:
-    """The command that a person would use."""
     checked = run_tba(world, "ledger", "check", "--url", world.buffer_url)
     verdict.counts["tba ledger check"] = checked.stdout.strip().splitlines()[-1:] or checked.stderr[-300:]
     verdict.expect(checked.returncode == 0, f"`tba ledger check` failed: {(checked.stdout + checked.stderr)[-600:]}")
 
 
 def _judge_model(verdict: Verdict, world: Deployment) -> None:
-    """The exported model is whole: its tensors can be read, and are numbers."""
     from safetensors.torch import load_file
 
     from tba.store import open_store
@@ -145,13 +142,11 @@ def _last_line(block: str) -> str:
 
 
 def _exception(line: str) -> str:
-    """Return the exception in a log line in JSON."""
     last = json.loads(line)["exception"][-1]
     return f"{last['exc_type']}: {last['exc_value']}"[:300]
 
 
 def run_tba(world: Deployment, *words: str) -> subprocess.CompletedProcess[str]:
-    """One `tba` command, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "tba_cli.main", *words],
         cwd=world.folder,

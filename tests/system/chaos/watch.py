@@ -16,8 +16,6 @@ MARGIN_S = 20.0
 
 
 class Watch:
-    """A thread; `close` ends it."""
-
     def __init__(self, world: Deployment) -> None:
         self.info: RunInfo | None = None
         """The newest answer."""
@@ -33,7 +31,6 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
         self._over.set()
         self._thread.join(30)
 

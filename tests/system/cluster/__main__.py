@@ -30,7 +30,6 @@ NUM_STEPS_OF_THE_QUICKSTART = 500
 
 
 def main() -> int:
-    """Run every stage; exit code 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write what was found here")
     parser.add_argument("--keep", action="store_true", help="leave a failed release in place, to look at it")
@@ -63,7 +62,6 @@ def main() -> int:
 
 
 def everything(release: Release, extra: list[str], report: stages.Report) -> None:
-    """All stages on one release."""
     stages.install(release, report)
     stages.kill_every_kind(release, report)
     stages.scale(release, report)
@@ -84,7 +82,6 @@ def everything(release: Release, extra: list[str], report: stages.Report) -> Non
 
 
 def versions() -> str:
-    """Return the versions of the programs that this ran on."""
     helm = run("helm", "version", "--short", check=False).stdout.strip()
     server = json.loads(run("kubectl", "version", "-o", "json", check=False).stdout or "{}")
     kubernetes = server.get("serverVersion", {}).get("gitVersion", "unknown")

@@ -48,7 +48,6 @@ def everything(namespace: str, more: list[str], report: Report) -> None:
 
 
 def make_a_tokens_file_of_a_viewer(namespace: str) -> None:
-    """Another Secret: under the role of a searcher it has the viewer's token."""
     data = get(namespace, "secret", "tba-tokens")["data"]
     tokens = {key: base64.b64decode(value).decode() for key, value in data.items()}
     tokens["searcher.json"] = json.dumps({"searcher": json.loads(tokens["viewer.json"])["viewer"]})
@@ -58,7 +57,6 @@ def make_a_tokens_file_of_a_viewer(namespace: str) -> None:
 
 
 def events(release: Release) -> str:
-    """All events of the namespace that name this release."""
     lines = run("kubectl", "-n", release.namespace, "get", "events", check=False).stdout.splitlines()
     return "\n".join(line for line in lines if release.name in line)
 

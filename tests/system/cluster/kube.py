@@ -25,7 +25,6 @@ class StageError(Exception):
 
 
 def why_not() -> str | None:
-    """Return the reason why no cluster can be tested; None: there is one."""
     if not PREFIX:
         missing = [name for name in ("helm", "kubectl") if shutil.which(name) is None]
         if missing:
@@ -37,11 +36,7 @@ def why_not() -> str | None:
 def run(
     *command: str, check: bool = True, timeout_s: float = 300.0, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command where the cluster is.
-
-    Raises:
-        StageError: it failed.
-    """
+    """Run one command where the cluster is."""
     try:
         done = subprocess.run(
             [*PREFIX, *command], capture_output=True, text=True, timeout=timeout_s * PATIENCE, input=stdin, check=False
@@ -54,26 +49,19 @@ def run(
 
 
 def minutes(number: float) -> str:
-    """So many minutes as helm and kubectl take them."""
     return f"{number * 60 * PATIENCE:.0f}s"
 
 
 def load(images: Sequence[str]) -> None:
-    """Bring images into the cluster with LOAD."""
     subprocess.run([*LOAD, *images], check=True, timeout=900 * PATIENCE, stdout=subprocess.DEVNULL)
 
 
 def get(namespace: str, kind: str, *args: str) -> Any:
-    """`kubectl get -o json`."""
     return json.loads(run("kubectl", "-n", namespace, "get", kind, *args, "-o", "json").stdout)
 
 
 def until(what: str, condition: Callable[[], T | None], *, deadline_s: float, every_s: float = 1.0) -> T:
-    """Poll until `condition` returns something true; errors of commands count as not yet.
-
-    Raises:
-        StageError: never within the deadline; with the last error.
-    """
+    """Poll until `condition` returns something true; errors of commands count as not yet."""
     deadline_s *= PATIENCE
     end_s, last = time.monotonic() + deadline_s, ""
     while time.monotonic() < end_s:

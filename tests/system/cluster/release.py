@@ -19,12 +19,7 @@ KINDS = ("searcher", "reward", "buffer", "trainer", "redis", "objectstore")
 
 
 class Release:
-    """A release in a namespace of its own.
-
-    Args:
-        values: files for `helm --values`, in order.
-        sets: KEY=VALUE for every `helm --set`.
-    """
+    """A release in a namespace of its own."""
 
     def __init__(self, name: str, namespace: str, values: Sequence[Path], sets: Sequence[str]) -> None:
         self.name, self.namespace = name, namespace
@@ -33,7 +28,6 @@ class Release:
         self._operator = ""
 
     def make_namespace(self) -> None:
-        """The namespace, and the Secrets that the chart expects to be there."""
         run("kubectl", "create", "namespace", self.namespace)
         with tempfile.TemporaryDirectory() as folder:
             command = ["deploy/make-secrets", folder, "--kubernetes", self.namespace]
@@ -48,7 +42,6 @@ class Release:
         return run("helm", verb, self.name, str(CHART), "-n", self.namespace, *values, *flags, *args).stdout
 
     def images(self) -> list[str]:
-        """Every image that the chart names with these values."""
         return sorted(
             set(re.findall(r'^ *image: "?([^"\s]+)', self.helm("template", "--dry-run=server"), flags=re.MULTILINE))
         )
@@ -63,7 +56,6 @@ class Release:
         ]
 
     def ready(self, component: str) -> list[str]:
-        """Names of the pods of a component that are ready."""
         return [pod["metadata"]["name"] for pod in self._ready(component)]
 
     def ready_uids(self, component: str) -> set[str]:
@@ -88,22 +80,16 @@ class Release:
                    timeout_s=timeout_s, stdin=self._operator).stdout  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """Return the output of `tba status --json`.
-
-        Raises:
-            StageError: it failed, or brought nothing three times: kubectl loses output now and then on a busy node.
-        """
+        """Return the output of `tba status --json`."""
         for _ in range(3):
             if text := self.tba("status", "--json").strip():
                 return json.loads(text)
         raise StageError("kubectl exec ended well three times and brought no output of tba status")
 
     def step(self) -> int:
-        """The run's optimizer step."""
         return int(self.status()["run"]["step"])
 
     def until_step(self, step: int, *, deadline_s: float) -> float:
-        """Wait for a step; returns how long it took."""
         begun_s = time.monotonic()
         until(f"step {step} is reached", lambda: self.step() >= step, deadline_s=deadline_s)
         return time.monotonic() - begun_s

@@ -20,17 +20,11 @@ RECOVERY_DEADLINE_S = 240.0
 
 @dataclass
 class Report:
-    """The results: a line per stage, for people and as JSON."""
-
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time a stage; what is put into the dictionary is shown.
-
-        Raises:
-            StageError: the stage failed; it is named.
-        """
+        """Time a stage; what is put into the dictionary is shown."""
         begun_s, found = time.monotonic(), {}
         try:
             yield found
@@ -42,7 +36,6 @@ class Report:
 
 
 def install(release: Release, report: Report) -> None:
-    """helm install, to the first optimizer step."""
     begun_s = time.monotonic()
     with report.stage("helm install") as found:
         release.helm("install", "--timeout", minutes(5))
@@ -90,7 +83,6 @@ def until_it_continues(release: Release, before: dict[str, Any], *, is_restarted
 
 
 def move_pods(release: Release, report: Report) -> None:
-    """An eviction of each kind of pod, then the drain of a node."""
     place = ("-n", release.namespace)
     for component in ("searcher", "reward", "buffer", "trainer"):
         with report.stage(f"evict {component}") as found:
@@ -124,7 +116,6 @@ def evict(namespace: str, pod: str) -> None:
 
 
 def scale(release: Release, report: Report) -> None:
-    """1 -> 4 -> 1 searchers through the REST API; the run continues."""
     for number in (1, 4, 1):
         with report.stage(f"tba scale {number}") as found:
             release.tba("scale", str(number))
@@ -142,7 +133,6 @@ def scale(release: Release, report: Report) -> None:
 
 
 def change(release: Release, report: Report, *, values: Path, observe: Callable[[], bool]) -> None:
-    """helm upgrade with a changed value, then helm rollback."""
     for name, verb in (("helm upgrade", "upgrade"), ("helm rollback", "rollback")):
         with report.stage(name) as found:
             if verb == "upgrade":
@@ -159,7 +149,6 @@ def change(release: Release, report: Report, *, values: Path, observe: Callable[
 
 
 def helm_test(release: Release, report: Report) -> None:
-    """The chart's own tests."""
     with report.stage("helm test") as found:
         out = run("helm", "test", release.name, "-n", release.namespace, "--timeout", minutes(3)).stdout
         found["succeeded"] = out.count("Phase:          Succeeded")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import tba
 from tba.logs import silence_retries
+from tests.support.redis_process import free_port
 from tests.system.cluster.kube import StageError
 from tests.system.cluster.stages import Report
 from tests.system.compose import stages
@@ -30,7 +30,6 @@ LEAST_ACCURACY = 0.85
 
 
 def main() -> int:
-    """Run every stage; exit code 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write what was found here")
     parser.add_argument("--keep", action="store_true", help="leave a failed project in place, to look at it")
@@ -64,7 +63,6 @@ def main() -> int:
 
 
 def versions() -> str:
-    """Return the versions of the programs that this ran on."""
     engine = run("docker", "version", "--format", "{{.Server.Version}}").strip()
     compose = run("docker", "compose", "version", "--short").strip()
     load = os.getloadavg()[0]
@@ -72,13 +70,6 @@ def versions() -> str:
         f"{time.strftime('%Y-%m-%d')}: tba {tba.__version__}, docker {engine}, compose {compose}, "
         f"{os.cpu_count()} CPUs, load {load:.1f} at the start"
     )
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ FILES = ("-f", str(ROOT / "docker-compose.yml"), "--env-file", str(ROOT / "deplo
 
 
 def why_not() -> str | None:
-    """Return the reason why no engine can be tested; None: there is one."""
     if shutil.which("docker") is None:
         return "docker is not on PATH"
     for words in (("docker", "info", "--format", "{{.ServerVersion}}"), ("docker", "compose", "version", "--short")):
@@ -31,13 +30,7 @@ def why_not() -> str | None:
 
 
 class Project:
-    """One Compose project.
-
-    Args:
-        name: of the project; its containers, networks and volumes have it as a label.
-        folder: secrets are made there.
-        port: of the buffer on loopback.
-    """
+    """One Compose project."""
 
     def __init__(self, name: str, folder: Path, *, port: int) -> None:
         self.name = name
@@ -49,11 +42,7 @@ class Project:
         self._client = BufferClient(self.url, token=token, retry_s=0.1)
 
     def compose(self, *words: str, check: bool = True, timeout_s: float = 900) -> str:
-        """Run `docker compose` and return its stdout.
-
-        Raises:
-            StageError: it fails.
-        """
+        """Run `docker compose` and return its stdout."""
         return run(
             "docker",
             "compose",
@@ -67,14 +56,12 @@ class Project:
         )
 
     def container(self, service: str) -> str:
-        """The id of a service's container."""
         found = self.compose("ps", "--all", "--quiet", service).split()
         if len(found) != 1:
             raise StageError(f"service {service} has {len(found)} containers")
         return found[0]
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """`docker inspect` of it."""
         return json.loads(run("docker", "inspect", self.container(service)))[0]
 
     def kill(self, service: str) -> None:
@@ -84,23 +71,19 @@ class Project:
         )
 
     def info(self) -> RunInfo | None:
-        """GET /v1/run; None without an answer."""
         try:
             return self._client.run()
         except TbaError:
             return None
 
     def step(self) -> int:
-        """The run's step; -1 without an answer."""
         info = self.info()
         return -1 if info is None else info.step
 
     def rollouts(self) -> int:
-        """Rollouts that the buffer ever acknowledged."""
         return self._client.stats().pushed["new"]
 
     def left_over(self) -> list[str]:
-        """Containers, volumes and networks of the project that exist."""
         label = f"label=com.docker.compose.project={self.name}"
         kinds = (("container", "--all"), ("volume",), ("network",))
         return [
@@ -110,27 +93,20 @@ class Project:
         ]
 
     def volumes(self) -> set[str]:
-        """Volumes that have a name in the project and exist."""
         label = f"label=com.docker.compose.project={self.name}"
         return set(run("docker", "volume", "ls", "--quiet", "--filter", label).split())
 
     def used_volumes(self) -> set[str]:
-        """Volumes of the project's containers, those without a name too."""
         containers = self.compose("ps", "--all", "--quiet").split()
         about = json.loads(run("docker", "inspect", *containers))
         return {mount["Name"] for each in about for mount in each["Mounts"] if mount["Type"] == "volume"}
 
     def why(self) -> str:
-        """Return the states and logs that explain a failure."""
         return self.compose("ps", "--all", check=False) + self.compose("logs", "--tail", "25", check=False)
 
 
 def run(*words: str, check: bool = True, timeout_s: float = 300, environ: dict[str, str] | None = None) -> str:
-    """Run a command and return its stdout.
-
-    Raises:
-        StageError: it fails, or takes too long.
-    """
+    """Run a command and return its stdout."""
     try:
         answer = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environ)
     except subprocess.TimeoutExpired:

@@ -60,7 +60,6 @@ def images(report: Report, tag: str) -> None:
 
 
 def start(project: Project, report: Report) -> None:
-    """`up`, to the first optimizer step."""
     begun_s = time.monotonic()
     with report.stage("docker compose up"):
         project.compose("up", "--detach", "--no-build")
@@ -130,7 +129,6 @@ def kill_each(project: Project, report: Report) -> None:
 
 
 def finish(project: Project, report: Report, *, deadline_s: float, least_accuracy: float) -> None:
-    """To the end of the run: its result, exit codes, the ledger."""
     with report.stage("to the end of the run") as found:
         until("the run is done", lambda: (i := project.info()) and i.state == "done", deadline_s=deadline_s, every_s=2)
         info = project.info()

@@ -20,7 +20,7 @@ from tba.errors import LimitError, MalformedError, UnavailableError
 from tba.fields import MAX_DIGITS, first_problem
 from tba.server import Authenticator, create_app, raw_body
 from tba.tokens import TokensFile
-from tba_reward.composite_reward import CompositeReward, ScoreCache
+from tba_reward.composite_reward import ScoreCache
 from tba_reward.metrics import Metrics
 from tba_reward.model_server.client import ModelPool
 from tba_reward.process_pool.pool import WorkerPool
@@ -80,11 +80,20 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
         registry=registry,
     )
 
+    item = {"anyOf": [ScoreItem.model_json_schema(), {"description": "anything else gets the error `malformed`"}]}
+    schema = {
+        "title": "ScoreRequest",
+        "type": "object",
+        "properties": {"items": {"type": "array", "minItems": 1, "items": item}},
+        "required": ["items"],
+        "additionalProperties": False,
+    }
+
     @app.post(
         "/v1/score",
         operation_id="score",
         dependencies=[Depends(auth.require("searcher"))],
-        openapi_extra=request_schema(),
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     )
     async def score(body: Annotated[bytes, Depends(raw_body)], request: Request) -> ScoreReply:
         """Score completions: per item a reward or an error. An item that cannot be read gets an error of its own."""
@@ -102,24 +111,23 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
     @app.get("/v1/rewards", operation_id="rewards", dependencies=[Depends(auth.require("viewer", "searcher"))])
     async def list_rewards() -> RewardsReply:
         """List the tasks that are scored here."""
-        return RewardsReply(rewards=[_info(task) for task in service.tasks.values()])
+        rewards = list[RewardInfo]()
+        for task in service.tasks.values():
+            scorers = [
+                ScorerInfo(
+                    name=each.name,
+                    kind=each.spec.kind,
+                    weight=each.weight,
+                    gate=each.spec.gate,
+                    version=each.version,
+                    health=each.health,
+                )
+                for each in task.components
+            ]
+            rewards.append(RewardInfo(task=task.task, version=task.version, health=task.health, scorers=scorers))
+        return RewardsReply(rewards=rewards)
 
     return app
-
-
-def _info(task: CompositeReward) -> RewardInfo:
-    scorers = [
-        ScorerInfo(
-            name=each.name,
-            kind=each.spec.kind,
-            weight=each.weight,
-            gate=each.spec.gate,
-            version=each.version,
-            health=each.health,
-        )
-        for each in task.components
-    ]
-    return RewardInfo(task=task.task, version=task.version, health=task.health, scorers=scorers)
 
 
 def read_items(
@@ -144,19 +152,6 @@ def read_items(
     if len(items) > max_items:
         raise LimitError(f"{len(items)} items, the limit is {max_items}; send smaller requests")
     return [_read_item(item, at, max_text_chars) for at, item in enumerate(items)]
-
-
-def request_schema() -> dict[str, Any]:
-    """Return the `openapi_extra` of the endpoint that reads such a body."""
-    item = {"anyOf": [ScoreItem.model_json_schema(), {"description": "anything else gets the error `malformed`"}]}
-    schema = {
-        "title": "ScoreRequest",
-        "type": "object",
-        "properties": {"items": {"type": "array", "minItems": 1, "items": item}},
-        "required": ["items"],
-        "additionalProperties": False,
-    }
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _read_item(item: Any, at: int, max_text_chars: int) -> ScoreItem | ScoreResult:

@@ -1,11 +1,17 @@
-"""The messages between the service and a worker: msgpack, each one behind its length.
+"""The messages between the service and the processes that it starts: msgpack, each message behind its length.
 
-service --LoadRule, ScoreItems--> worker --Reply--> service
+    service --LoadRule, ScoreItems--> worker (process_pool) --Reply--> service
+    service --ScoreRequest, CancelRequest--> model process (model_server) --BatchStarted, ScoreAnswer--> service
+
+A model process, whose argument says what to load, begins with `Loaded` or `LoadFailed`. It sends `BatchStarted` before
+it computes a batch, and one `ScoreAnswer` for each request.
 """
 
 from __future__ import annotations
 
+import signal
 import struct
+from typing import BinaryIO
 
 import msgspec
 
@@ -56,7 +62,81 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     pid: int
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Return one message as bytes, with its length in front."""
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+    """Score one completion.
+
+    Attributes:
+        finished: whether the response ended by itself.
+        alone: whether it needs a batch of its own, because a process may have died over it.
+    """
+
+    number: int
+    prompt: str
+    response: str
+    finished: bool = True
+    alone: bool = False
+
+
+class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Nobody waits for a request any more; it is answered all the same, at once where its batch has not started."""
+
+    number: int
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """The models are ready. `digest`: SHA-256 of all their files."""
+
+    digest: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
+    """The models cannot be loaded; the process ends."""
+
+    detail: str
+
+
+class BatchStarted(msgspec.Struct, frozen=True, kw_only=True, tag="batch_started"):
+    """These requests are computed from now on, together."""
+
+    numbers: list[int]
+
+
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
+    """The outcome of a request."""
+
+    number: int
+    outcome: Outcome
+
+
+ToModels = ScoreRequest | CancelRequest
+FromModels = Loaded | LoadFailed | BatchStarted | ScoreAnswer
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Return the bytes of a message with its length in front.
+
+    Raises:
+        UnicodeEncodeError: a text holds half of a surrogate pair.
+    """
+    # no pickle: a child that runs foreign code must not choose what the service executes
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Return the next message without its length; None where the stream ends before it does."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    body = stream.read(length := LENGTH.unpack(head)[0])
+    return body if len(body) == length else None
+
+
+def describe_exit(code: int | None) -> str:
+    """Say how a process ended."""
+    if code is None:
+        return "its exit code is not known"
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+    return f"killed by {name}, as the kernel does when memory runs out" if name == "SIGKILL" else f"killed by {name}"

@@ -178,7 +178,13 @@ class RewardComponent:
             outcomes = await self._ask(items)
             self._watch(items, outcomes)
         self._metrics.record_outcomes(self.task, self.name, outcomes, time.perf_counter() - start_s)
-        return [self._with_unreadable_score(outcome) for outcome in outcomes]
+        if not isinstance(self.spec, ReadSpec) or isinstance(self.spec.unreadable, str):
+            return outcomes
+        # without the recipe's score nonsense, which has none, would cost a policy less than a mistake, which scores 0
+        return [
+            self.spec.unreadable if isinstance(each, Failure) and each.reason in ANSWER_REASONS else each
+            for each in outcomes
+        ]
 
     async def _start(self) -> None:
         while True:
@@ -223,14 +229,6 @@ class RewardComponent:
                 if len(self._raised) == BROKEN_ITEMS:
                     self.broken = f"it raised for each of the first {BROKEN_ITEMS} different items: {outcome.detail}"
                     log.error("scorer_broken", task=self.task, scorer=self.name, detail=outcome.detail)
-
-    def _with_unreadable_score(self, outcome: Outcome) -> Outcome:
-        """Return the recipe's `unreadable` score where the answer is the reason that there is no score."""
-        if not isinstance(self.spec, ReadSpec) or isinstance(self.spec.unreadable, str):
-            return outcome
-        # without it nonsense, which has no score, would cost a policy less than a mistake, which scores 0
-        is_answers_fault = isinstance(outcome, Failure) and outcome.reason in ANSWER_REASONS
-        return self.spec.unreadable if is_answers_fault else outcome
 
 
 @dataclass(slots=True)
@@ -310,8 +308,12 @@ class CompositeReward:
             for at, outcome in zip(places, outcomes, strict=True):
                 self._note(rewards[at], component, outcome)
         for each in rewards:
-            if each.outcome is None:
-                each.outcome = self._sum(each.parts)
+            if each.outcome is not None:
+                continue
+            # fsum: the sum must not depend on the order of the scorers
+            each.outcome = checked(math.fsum(one.weight * each.parts[one.name] for one in self.components))
+            if isinstance(each.outcome, Failure):
+                each.outcome = Failure(each.outcome.reason, f"the weighted sum: {each.outcome.detail}")
         return rewards
 
     def _note(self, reward: ItemReward, component: RewardComponent, outcome: Outcome) -> None:
@@ -323,13 +325,6 @@ class CompositeReward:
             # a single component needs no name
             detail = outcome.detail if len(self.components) == 1 else f"{component.name}: {outcome.detail}"
             reward.outcome = Failure(outcome.reason, detail)
-
-    def _sum(self, scores: dict[str, float]) -> Outcome:
-        # fsum: the sum must not depend on the order of the scorers
-        outcome = checked(math.fsum(each.weight * scores[each.name] for each in self.components))
-        if isinstance(outcome, Failure):
-            return Failure(outcome.reason, f"the weighted sum: {outcome.detail}")
-        return outcome
 
 
 def _undecided(rewards: Sequence[ItemReward]) -> list[int]:

@@ -267,10 +267,10 @@ class InlineScorer:
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order."""
         loop, outcomes = asyncio.get_running_loop(), list[Outcome]()
-        for at in range(0, len(items), INLINE_CHUNK_ITEMS):
-            chunk = items[at : at + INLINE_CHUNK_ITEMS]
-            outcomes += await loop.run_in_executor(_INLINE_THREAD, self._score_chunk, chunk)
-        return outcomes
 
-    def _score_chunk(self, items: Sequence[Item]) -> list[Outcome]:
-        return [outcome_of(self._rule, item, self._params) for item in items]
+        def score_chunk(at: int) -> list[Outcome]:
+            return [outcome_of(self._rule, item, self._params) for item in items[at : at + INLINE_CHUNK_ITEMS]]
+
+        for at in range(0, len(items), INLINE_CHUNK_ITEMS):
+            outcomes += await loop.run_in_executor(_INLINE_THREAD, score_chunk, at)
+        return outcomes

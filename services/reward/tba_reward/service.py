@@ -18,7 +18,7 @@ from tba.api import ScoreError, ScoreItem, ScoreResult
 from tba.config.reward import ExactSpec, LastNumberSpec, MathSpec, RewardSection, TaskReward
 from tba.errors import BrokenRewardError, BusyError, ConfigError, UnavailableError
 from tba.logs import get_logger
-from tba_reward.composite_reward import CompositeReward, ItemReward, RewardComponent, ScoreCache
+from tba_reward.composite_reward import CompositeReward, RewardComponent, ScoreCache
 from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, Item, clean
 from tba_reward.scorers import Tools, build_scorer
@@ -40,31 +40,22 @@ def build_tasks(
 ) -> dict[str, CompositeReward]:
     """Return all tasks by name; nothing is started."""
     tasks: dict[str, CompositeReward] = {}
-    for task, config in section.tasks.items():
+    for task, config in sorted({**BUILT_IN, **section.tasks}.items()):
+        is_asked_for = task in section.tasks
         try:
-            components = _components(task, config, tools, cache, metrics)
+            components = [
+                RewardComponent(task, name, spec, build_scorer(spec, tools), metrics, cache=cache)
+                for name, spec in config.parts.items()
+            ]
         except ConfigError as error:
-            raise ConfigError(f"reward.tasks.{task}: {error}") from None
-        tasks[task] = CompositeReward(task, components, is_required=True)
-    for task, config in BUILT_IN.items():
-        if task in tasks:
-            continue
-        try:
-            components = _components(task, config, tools, cache, metrics)
-        except ConfigError as error:  # a package is not installed, and no recipe has asked for it
+            if is_asked_for:
+                raise ConfigError(f"reward.tasks.{task}: {error}") from None
+            # a package is not installed
             log.info("built-in task left out", task=task, detail=str(error))
             continue
-        tasks[task] = CompositeReward(task, components, is_required=all(each.is_inline for each in components))
-    return dict(sorted(tasks.items()))
-
-
-def _components(
-    task: str, config: TaskReward, tools: Tools, cache: ScoreCache, metrics: Metrics
-) -> list[RewardComponent]:
-    return [
-        RewardComponent(task, name, spec, build_scorer(spec, tools), metrics, cache=cache)
-        for name, spec in config.parts.items()
-    ]
+        is_required = is_asked_for or all(each.is_inline for each in components)
+        tasks[task] = CompositeReward(task, components, is_required=is_required)
+    return tasks
 
 
 class RewardService:
@@ -181,7 +172,15 @@ class RewardService:
         # after scoring: the version of a model or an endpoint is known once it has answered
         version = task.version
         pairs = zip(items.items(), rewards, strict=True)
-        results = {at: _result(item.item_id, reward, version) for (at, item), reward in pairs}
+        results = dict[int, ScoreResult]()
+        for (at, item), reward in pairs:
+            outcome = reward.outcome
+            assert outcome is not None
+            if isinstance(outcome, Failure):
+                results[at] = failed(item.item_id, outcome)
+                continue
+            item_id, parts = item.item_id, reward.parts
+            results[at] = ScoreResult(item_id=item_id, reward=outcome, reward_version=version, parts=parts)
         self._metrics.record_results(name, [_label(each) for each in results.values()], time.perf_counter() - start_s)
         return results
 
@@ -192,13 +191,6 @@ class RewardService:
 
 def _label(result: ScoreResult) -> str:
     return "scored" if result.error is None else result.error.reason
-
-
-def _result(item_id: str, reward: ItemReward, version: str) -> ScoreResult:
-    assert reward.outcome is not None
-    if isinstance(reward.outcome, Failure):
-        return failed(item_id, reward.outcome)
-    return ScoreResult(item_id=item_id, reward=reward.outcome, reward_version=version, parts=reward.parts)
 
 
 def failed(item_id: str, failure: Failure) -> ScoreResult:

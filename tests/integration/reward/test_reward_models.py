@@ -2,15 +2,16 @@
 
 import asyncio
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
+from tba_reward.child_messages import ScoreRequest
 from tba_reward.model_server.child.classifier import Classifier
 from tba_reward.model_server.child.judges import load_judge
 from tba_reward.model_server.child.model_loader import digest_folder
 from tba_reward.model_server.child.server import TokenizedRequest
 from tba_reward.model_server.client import ModelPool
-from tba_reward.model_server.model_messages import ScoreRequest
 from tba_reward.scorer import Failure, Item
 from tba_reward.scorers import Tools, redteam, reward_model
 from transformers import (
@@ -240,7 +241,7 @@ async def test_a_guard_gives_the_probability_of_its_unsafe_verdict(specs, folder
 async def test_the_version_is_that_of_the_files_and_of_what_decides_the_score(scorers, folders, tools):
     def version(**settings):
         spec = RewardModelSpec(kind="reward_model", **{"model": str(folders["reward"]), **settings})
-        scorer = reward_model.RewardModelScorer(spec, tools)
+        scorer: Any = reward_model.build(spec, tools)
         scorer._process = scorers["plain"]._process
         return scorer.version
 

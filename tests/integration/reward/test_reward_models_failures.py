@@ -176,7 +176,7 @@ async def test_files_that_change_are_not_scored_with_as_if_they_had_not(poisoned
     weights["score.weight"] += 1.0
     save_file(weights, file, metadata={"format": "pt"})
     os.kill(poisoned._process.pid, signal.SIGKILL)
-    await until(lambda: "it was killed by SIGKILL; the kernel does that when memory runs" in poisoned.health())
+    await until(lambda: "it ended: killed by SIGKILL, as the kernel does when memory runs" in poisoned.health())
     waiting = asyncio.create_task(score(poisoned, *GOOD))
     await until(lambda: "have changed since they were first loaded" in poisoned.health())
     assert {outcome.reason for outcome in await waiting} == {"unreachable"}
@@ -221,5 +221,5 @@ async def test_the_process_ends_when_its_service_is_gone(tmp_path):
     assert process._child is not None
     process._child._stdin.close()
     await begun
-    assert "it ended with exit code 0" in process.health()
+    assert "it ended: exit code 0" in process.health()
     await process.close()

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tba_reward.child_messages import CancelRequest, ScoreAnswer, ScoreRequest
 from tba_reward.model_server.child import model_loader
 from tba_reward.model_server.child.judges import RedteamJudge, _mean_of
 from tba_reward.model_server.child.server import Batcher, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import SeededSampling, reply_seed
 from tba_reward.model_server.client import MAX_SUSPECTS, ModelProcess, ProcessDiedError
-from tba_reward.model_server.model_messages import CancelRequest, ScoreAnswer, ScoreRequest
 from tba_reward.scorer import Failure, Outcome
 
 from tba.config.reward import RedteamSpec, RewardModelSpec

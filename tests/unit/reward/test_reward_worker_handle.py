@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
+from tba_reward.child_messages import Reply, frame
 from tba_reward.process_pool.job import Job, PoolRule, WorkerRule
-from tba_reward.process_pool.pool_messages import Reply, encode
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.scorer import Item, Outcome
 
@@ -18,7 +18,7 @@ ENDED_PID = 2**22 + 1
 
 
 def reply(number: int, outcomes: list[Outcome]) -> bytes:
-    return encode(Reply(number, outcomes, cpu_s=0.0, pid=ENDED_PID))
+    return frame(Reply(number, outcomes, cpu_s=0.0, pid=ENDED_PID))
 
 
 async def a_worker_that_dies_over_its_second_job() -> None:

@@ -173,7 +173,11 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
     """
     text = " ".join(_TOKENS_AROUND.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
     match = _OUTER.fullmatch(text)
-    text = _font_alone(_ARTICLE.sub("", (match[1] if match else text).rstrip(" \\")))
+    text = _ARTICLE.sub("", (match[1] if match else text).rstrip(" \\"))
+    # a number in a font is the number; the text after it stays in upright letters
+    if (in_font := _FONT_ALONE.fullmatch(text)) is not None:
+        number = _NUMBER_FIRST.fullmatch(in_font[1])
+        text = in_font[1] if number is None or not number[2] else rf"{number[1]}\text{{ {number[2]}}}"
     text = _COUNTED_AFTER.sub("", _SAID_BEFORE.sub("", text))
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_LOWERED)}}}", text)
@@ -199,15 +203,6 @@ def _with_commands(text: str) -> str:
         text = text[: match.start()] + opening + text[match.end() : at - 1] + closing + text[at:]
         at = match.start()
     return text
-
-
-def _font_alone(text: str) -> str:
-    """Return a number in a font without it; the text after the number stays in upright letters."""
-    match = _FONT_ALONE.fullmatch(text)
-    if match is None:
-        return text
-    number = _NUMBER_FIRST.fullmatch(match[1])
-    return match[1] if number is None or not number[2] else rf"{number[1]}\text{{ {number[2]}}}"
 
 
 def without_spaces(text: str) -> str:
@@ -288,37 +283,33 @@ def same_value(gold: Parsed, answer: Parsed) -> bool:
         MemoryError: a value does not fit in the memory of this process.
     """
     try:
-        return _same_value(gold, answer)
+        gold, answer = tuple(map(with_imaginary_unit, gold)), tuple(map(with_imaginary_unit, answer))
+        exactly = same_rational(gold[0], answer[0])
+        if exactly is not None:
+            return exactly
+        if differ_somewhere(gold[0], answer[0]):
+            return False
+        same = verify(
+            list(gold),
+            list(answer),
+            float_rounding=DECIMAL_PLACES,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+            raise_on_error=True,
+        )
+        # math-verify also says that they differ where it failed
+        if not same:
+            _check_computable(gold[0])
+            _check_computable(answer[0])
+        elif is_unsolved(answer[0]) and not isinstance(gold[0], Relational):
+            raise UnreadableError(f"{answer[-1][:200]!r} is an equation that is not solved for what it is about")
+        return same
     except (MemoryError, ImportError, OSError, UnreadableError):
         raise
     except Exception as error:  # sympy may raise anything over an expression
         raise UnreadableError(
             f"{answer[-1][:200]!r} cannot be compared: {type(error).__name__}: {str(error)[:200]}"
         ) from error
-
-
-def _same_value(gold: Parsed, answer: Parsed) -> bool:
-    gold, answer = tuple(map(with_imaginary_unit, gold)), tuple(map(with_imaginary_unit, answer))
-    exactly = same_rational(gold[0], answer[0])
-    if exactly is not None:
-        return exactly
-    if differ_somewhere(gold[0], answer[0]):
-        return False
-    same = verify(
-        list(gold),
-        list(answer),
-        float_rounding=DECIMAL_PLACES,
-        allow_set_relation_comp=True,
-        timeout_seconds=None,
-        raise_on_error=True,
-    )
-    # math-verify also says that they differ where it failed
-    if not same:
-        _check_computable(gold[0])
-        _check_computable(answer[0])
-    elif is_unsolved(answer[0]) and not isinstance(gold[0], Relational):
-        raise UnreadableError(f"{answer[-1][:200]!r} is an equation that is not solved for what it is about")
-    return same
 
 
 def _check_computable(part: Any) -> None:

@@ -93,7 +93,13 @@ def boxed_answer(text: str) -> str | None:
 def find_boxes(text: str) -> list[Box]:
     """Return the outermost closed boxes, in order."""
     openings = list(_BOX.finditer(text))
-    closing = _closing_braces(text) if openings else {}
+    # the place of the closing brace by that of its opening brace; `\{` and `\}` are signs, not braces
+    open_braces, closing = list[int](), dict[int, int]()
+    for match in _BRACE.finditer(text) if openings else ():
+        if match.group() == "{":
+            open_braces.append(match.start())
+        elif match.group() == "}" and open_braces:
+            closing[open_braces.pop()] = match.start()
     boxes: list[Box] = []
     for match in openings:
         inner = match.end()
@@ -105,15 +111,3 @@ def find_boxes(text: str) -> list[Box]:
         elif text[inner : inner + 1].isalnum():
             boxes.append(Box(text[inner], match.start(), inner + 1))
     return boxes
-
-
-def _closing_braces(text: str) -> dict[int, int]:
-    r"""Return the place of the closing brace by that of its opening brace. `\{` and `\}` are signs, not braces."""
-    open_braces: list[int] = []
-    closing = {}
-    for match in _BRACE.finditer(text):
-        if match.group() == "{":
-            open_braces.append(match.start())
-        elif match.group() == "}" and open_braces:
-            closing[open_braces.pop()] = match.start()
-    return closing

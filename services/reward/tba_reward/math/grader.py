@@ -48,7 +48,7 @@ def score(item: Item, params: Params) -> float:
                 return params["extract"] == "anywhere" and same_anywhere(gold, text)
             return same_answer(gold, answer)
         except UnreadableGoldError as error:
-            raise _bad_gold(params["field"], error) from error
+            raise BadDataError(f"the gold answer in data.{params['field']}: {error}") from error
         except UnreadableError as error:
             unreadable = error
             return False
@@ -71,7 +71,7 @@ def check(item: Item, params: Params) -> float:
         try:
             check_gold(gold_text(value, params["field"]))
         except UnreadableError as error:
-            raise _bad_gold(params["field"], error) from error
+            raise BadDataError(f"the gold answer in data.{params['field']}: {error}") from error
     return 0.0
 
 
@@ -92,7 +92,3 @@ def warm_up(params: Params) -> None:
     for response in (r"\boxed{\frac{x^2+1}{2}}", r"\boxed{[1, 2)}", r"\boxed{x = 1 + \sqrt{2}}"):
         for gold in (r"x^2 + \frac{1}{2}", r"[1, 2]"):
             score(Item(prompt="", response=response, data={params["field"]: gold}), params)
-
-
-def _bad_gold(field: str, error: UnreadableError) -> BadDataError:
-    return BadDataError(f"the gold answer in data.{field}: {error}")

@@ -70,7 +70,10 @@ def same_number(gold: str, answer: str) -> bool | None:
     if left.percent == right.percent:
         return _agree(left, right)
     # `50%` against `50` or `0.5`
-    return _agree(left, right) or _agree(_as_share(left), _as_share(right))
+    shares = [
+        replace(each, exponent=each.exponent - 2, percent=False) if each.percent else each for each in (left, right)
+    ]
+    return _agree(left, right) or _agree(*shares)
 
 
 def plain_number(text: str) -> PlainNumber | None:
@@ -153,19 +156,12 @@ def _agree(left: PlainNumber, right: PlainNumber) -> bool:
         return False
     if left.value * Fraction(10) ** (left.exponent - right.exponent) == right.value:
         return True
-    return _approximates(left, right) or _approximates(right, left)
-
-
-def _approximates(decimal: PlainNumber, other: PlainNumber) -> bool:
-    """Return whether a long decimal is another value that is no decimal, rounded to its places."""
+    # a long decimal agrees with a value that is no decimal, rounded to its places
+    decimal, other = (left, right) if right.num_places is None else (right, left)
     places = decimal.num_places
     if places is None or places < DECIMAL_PLACES or other.num_places is not None:
         return False
     return round(other.value * Fraction(10) ** (other.exponent - decimal.exponent), places) == decimal.value
-
-
-def _as_share(number: PlainNumber) -> PlainNumber:
-    return replace(number, exponent=number.exponent - 2, percent=False) if number.percent else number
 
 
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\(|\[|\\\{)(.*?)(?:\\right)?\s*(\)|\]|\\\})", re.DOTALL)
@@ -182,12 +178,9 @@ def same_collection(gold: str, answer: str) -> bool | None:
         return None
     golds, answers = left[1], right[1]
     if left[0] in ("", r"\{\}"):
-        return _is_subset(golds, answers) and _is_subset(answers, golds)
+        each_way = ((golds, answers), (answers, golds))
+        return all(any(same_number(one, other) for other in others) for parts, others in each_way for one in parts)
     return len(golds) == len(answers) and all(map(same_number, golds, answers))
-
-
-def _is_subset(parts: list[str], others: list[str]) -> bool:
-    return all(any(same_number(part, other) for other in others) for part in parts)
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:

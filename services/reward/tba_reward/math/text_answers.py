@@ -131,15 +131,12 @@ def _clock_text(text: str) -> str:
     return re.sub(r"[\s.\\]", "", _FONT.sub(r"\2", text)).lower()
 
 
-def _is_numeral(text: str, base: int) -> bool:
-    """Return whether letters are digits in a base: `1A` is a number in base 12, but `a_1` is a variable."""
-    return base > 1 and all(char.isdigit() or ord(char) - ord("A") + 10 < base for char in text.upper())
-
-
 def _based(text: str) -> tuple[str, int | None] | None:
     text = text.replace(" ", "")
     match = _BASED.fullmatch(text)
     if match is not None:
-        base = int(match[2] or match[3])
-        return (match[1].upper(), base) if match[1].isdigit() or _is_numeral(match[1], base) else None
+        digits, base = match[1].upper(), int(match[2] or match[3])
+        # letters are digits in a base: `1A` is a number in base 12, but `a_1` is a variable
+        is_numeral = base > 1 and all(char.isdigit() or ord(char) - ord("A") + 10 < base for char in digits)
+        return (digits, base) if digits.isdigit() or is_numeral else None
     return (text.upper(), None) if _DIGITS.fullmatch(text) else None

@@ -92,7 +92,9 @@ def without_unit(text: str, more: Set[str] = _NONE) -> str:
         at += 1  # it belongs to the number
     unit = tokens[at:]
     # spaces, slashes, powers and modifiers are no unit without a word or sign
-    if not any(token.lastgroup not in ("gap", "ratio", "power") and not _is_modifier(token, more) for token in unit):
+    counted = [token for token in unit if token.lastgroup not in ("gap", "ratio", "power")]
+    modifiers = _MODIFIERS - more
+    if all(token.lastgroup == "word" and token["word"].rstrip(".").lower() in modifiers for token in counted):
         return text
     head = text[: unit[0].start()]
     stem = re.sub(r"(?:\s|~|\\[,;:! ])+$", "", head)
@@ -126,7 +128,11 @@ def _may_belong(tokens: list[re.Match[str]], at: int, more: Set[str]) -> bool:
             return True
         case "word":
             word = token["word"].rstrip(".")
-            return is_unit_word(word, more) and (len(word) > 1 or word.lower() in more or _in_ratio(tokens, at))
+            before = tokens[at - 1].lastgroup if at > 0 else None
+            behind = tokens[at + 1].lastgroup if at + 1 < len(tokens) else None
+            # a letter may be `h` of `km/h`, `C` of a degree, or `m` of `5 m/s`
+            is_in_ratio = before in ("ratio", "degree") or (before == "gap" and behind == "ratio")
+            return is_unit_word(word, more) and (len(word) > 1 or word.lower() in more or is_in_ratio)
         case "font":
             return _is_unit(token["inner"], more)
         case "frac":
@@ -134,17 +140,6 @@ def _may_belong(tokens: list[re.Match[str]], at: int, more: Set[str]) -> bool:
             return all(side is not None and _is_unit(side[1], more) for side in sides)
         case _:
             return False
-
-
-def _in_ratio(tokens: list[re.Match[str]], at: int) -> bool:
-    """Return whether a letter is `h` of `km/h`, `C` of a degree, or `m` of `5 m/s`."""
-    before = tokens[at - 1].lastgroup if at > 0 else None
-    behind = tokens[at + 1].lastgroup if at + 1 < len(tokens) else None
-    return before in ("ratio", "degree") or (before == "gap" and behind == "ratio")
-
-
-def _is_modifier(token: re.Match[str], more: Set[str] = _NONE) -> bool:
-    return token.lastgroup == "word" and token["word"].rstrip(".").lower() in _MODIFIERS - more
 
 
 def _is_unit(upright: str, more: Set[str]) -> bool:

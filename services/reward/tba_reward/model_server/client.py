@@ -27,15 +27,16 @@ import msgspec
 from tba.api.scores import ScoreReason
 from tba.config.reward import ModelScorerSpec
 from tba.logs import get_logger
-from tba_reward.model_server.model_messages import (
-    LENGTH_BYTES,
+from tba_reward.child_messages import (
+    LENGTH,
     BatchStarted,
     CancelRequest,
-    FromChild,
+    FromModels,
     Loaded,
     LoadFailed,
     ScoreAnswer,
     ScoreRequest,
+    describe_exit,
     frame,
 )
 from tba_reward.scorer import Failure, Outcome
@@ -170,7 +171,13 @@ class ModelProcess:
             self._computing.clear()
             self._num_answers = 0
             try:
-                await self._run_once()
+                child = self._child = await start_child(self._spec)
+                try:
+                    await self._load(child)
+                    await self._serve(child)
+                finally:
+                    self._child = None
+                    await child.close()
             except ProcessDiedError as death:
                 log.error("model_process_ended", why=str(death), state=self._state)
                 self._on_death(death)
@@ -179,16 +186,6 @@ class ModelProcess:
             pause_s = 0.0 if self._num_answers else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s)
             self._state = "loading"
-
-    async def _run_once(self) -> None:
-        """Run one process from its start to its end, which it raises as ProcessDiedError."""
-        child = self._child = await start_child(self._spec)
-        try:
-            await self._load(child)
-            await self._serve(child)
-        finally:
-            self._child = None
-            await child.close()
 
     async def _load(self, child: ChildProcess) -> None:
         """Wait for the models, then send the requests that wait.
@@ -227,7 +224,13 @@ class ModelProcess:
                 if isinstance(message, BatchStarted):
                     self._computing.update(message.numbers)
                 elif isinstance(message, ScoreAnswer):
-                    self._on_answer(message)
+                    self._num_answers += 1
+                    # it was computed, so that it is no suspect any more
+                    self._suspects.pop(_text_of(self._in_flight.pop(message.number)), None)
+                    self._computing.discard(message.number)
+                    pending = self._pending.get(message.number)
+                    if pending is not None and not pending.outcome.done():
+                        pending.outcome.set_result(message.outcome)
         finally:
             watch.cancel()
 
@@ -248,15 +251,6 @@ class ModelProcess:
         if not self._in_flight:
             self._last_message_s = asyncio.get_running_loop().time()
         self._in_flight[request.number] = request
-
-    def _on_answer(self, answer: ScoreAnswer) -> None:
-        self._num_answers += 1
-        # it was computed, so that it is no suspect any more
-        self._suspects.pop(_text_of(self._in_flight.pop(answer.number)), None)
-        self._computing.discard(answer.number)
-        pending = self._pending.get(answer.number)
-        if pending is not None and not pending.outcome.done():
-            pending.outcome.set_result(answer.outcome)
 
     def _on_death(self, death: ProcessDiedError) -> None:
         """Decide for every request whether it fails or is sent to the next process."""
@@ -313,15 +307,15 @@ class ChildProcess:
         """Write a frame. A process that is gone gets nothing, and `receive` reports it."""
         self._stdin.write(message)
 
-    async def receive(self) -> FromChild:
+    async def receive(self) -> FromModels:
         """Return the next message."""
         try:
-            length = int.from_bytes(await self._stdout.readexactly(LENGTH_BYTES), "big")
-            return msgspec.msgpack.decode(await self._stdout.readexactly(length), type=FromChild)
+            length = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))[0]
+            return msgspec.msgpack.decode(await self._stdout.readexactly(length), type=FromModels)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._stdin.close()  # asyncio's wait() waits for the pipes, too
             code = await self._process.wait()
-            raise self._cause or ProcessDiedError(_describe(code)) from None
+            raise self._cause or ProcessDiedError(f"it ended: {describe_exit(code)}") from None
         except msgspec.MsgspecError as error:
             raise ProcessDiedError(f"it sent an invalid message ({error})") from error
 
@@ -356,13 +350,6 @@ async def start_child(spec: ModelScorerSpec) -> ChildProcess:
     except OSError as error:
         raise ProcessDiedError(f"it cannot be started ({error})") from error
     return ChildProcess(process)
-
-
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"it ended with exit code {code}"
-    hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
-    return f"it was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _text_of(request: ScoreRequest) -> _Text:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tba_reward.process_pool.pool_messages import ItemMessage, LoadRule, ScoreItems, encode
+from tba_reward.child_messages import ItemMessage, LoadRule, ScoreItems, frame
 from tba_reward.scorer import Failure, Item, Outcome, Params
 
 ItemKey = tuple[int, str, str]
@@ -100,7 +100,7 @@ class Job:
         if self.is_load:
             params = json.dumps(dict(rule.params))
             message = LoadRule(self.number, self.rule.number, rule.function, params, rule.prepare, self.rule.may_hang)
-            self.frame = encode(message)
+            self.frame = frame(message)
             return
         messages = [
             ItemMessage(
@@ -113,7 +113,7 @@ class Job:
             )
             for item in self.items
         ]
-        self.frame = encode(ScoreItems(self.number, self.rule.number, messages))
+        self.frame = frame(ScoreItems(self.number, self.rule.number, messages))
 
     @property
     def is_load(self) -> bool:
@@ -157,8 +157,8 @@ class Job:
         return Job(self.rule, self.timeout_s, self.items[start:end], self.futures[start:end])
 
     def split(self) -> list[Job]:
-        """Return one job for each item that somebody still waits for; none where that was done before."""
+        """Return one job for each item that somebody still waits for, the last first; none if that was done before."""
         if self._is_split:
             return []
         self._is_split = True
-        return [self.part(at, at + 1) for at, future in enumerate(self.futures) if not future.done()]
+        return [self.part(at, at + 1) for at in reversed(range(len(self.futures))) if not self.futures[at].done()]

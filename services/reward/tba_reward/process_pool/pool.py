@@ -20,12 +20,13 @@ WALL_SLACK_S more than its deadline.
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
+from tba.api.scores import ScoreReason
 from tba.logs import get_logger
+from tba_reward.child_messages import describe_exit
 from tba_reward.process_pool.job import ItemKey, Job, PoolRule, WorkerRule
 from tba_reward.process_pool.worker_handle import WorkerHandle
 from tba_reward.process_pool.worker_main import EXIT_OUT_OF_MEMORY
@@ -189,7 +190,8 @@ class WorkerPool:
 
     async def _replace(self, worker: WorkerHandle) -> None:
         """Learn how a worker died, and fail or repeat its job."""
-        how, job = _describe_exit(code := await worker.end()), worker.job
+        code, job = await worker.end(), worker.job
+        how = describe_exit(code)
         if job is None:
             # the next one would die too: something is wrong with this machine or with what it loads
             if worker.num_scored == 0:
@@ -197,49 +199,26 @@ class WorkerPool:
         elif self._is_closed:
             job.fail(Failure("unreachable", self._problem))
         else:
-            self._on_death(job, code, how)
+            rule = job.rule
+            log.warning("worker_died", rule=rule.rule.function, how=how, num_items=len(job.items))
+            failure = Failure("crashed", f"the worker died ({how})")
+            if code == EXIT_OUT_OF_MEMORY:
+                failure = Failure("out_of_memory", f"it needs more than {self._max_memory_bytes} bytes of memory")
+            self._on_loss(failure.reason)
+            if not job.is_load:
+                # an item may pay for what others did to its worker, or whoever killed that: it is tried once more
+                self._blame(job, failure, is_repeated=job.num_crashes == 0)
+            elif rule.num_load_crashes == 0:
+                # once it may have been killed from outside
+                rule.num_load_crashes = 1
+            else:
+                self._set_load_error(rule, f"{rule.rule.function}: {how} while it was loaded")
         self._dispatch()
-
-    def _on_death(self, job: Job, code: int | None, how: str) -> None:
-        rule = job.rule
-        log.warning("worker_died", rule=rule.rule.function, how=how, num_items=len(job.items))
-        failure = Failure("crashed", f"the worker died ({how})")
-        if code == EXIT_OUT_OF_MEMORY:
-            failure = Failure("out_of_memory", f"it needs more than {self._max_memory_bytes} bytes of memory")
-        self._on_loss(failure.reason)
-        if not job.is_load:
-            # an item may pay for what others did to its worker, or whoever killed that: it is tried once more
-            self._blame(job, failure, is_repeated=job.num_crashes == 0)
-            return
-        rule.num_load_crashes += 1
-        # once it may have been killed from outside
-        if rule.num_load_crashes > 1:
-            self._set_load_error(rule, f"{rule.rule.function}: {how} while it was loaded")
-
-    def _on_deadline(self, worker: WorkerHandle, job: Job, wall_s: float, cpu_s: float) -> None:
-        """Replace a worker whose job has run over a limit."""
-        name = job.rule.rule.function
-        failure = Failure(
-            "timeout", f"no result after {wall_s:.1f} s, {cpu_s:.2f} s of CPU time; the worker was killed"
-        )
-        if job.is_load:
-            self._set_load_error(job.rule, f"{name} was not loaded within {job.timeout_s:g} s")
-        elif cpu_s >= job.timeout_s:
-            failure = Failure(
-                "too_slow", f"no result after {job.timeout_s:g} s of CPU time, {wall_s:.1f} s; the worker was killed"
-            )
-        if job.may_hang and len(job.items) == 1 and not job.is_over:
-            (key,) = job.prompts
-            self._hung[key] = self._hung.get(key, (0, 0.0))[0] + 1, asyncio.get_running_loop().time() + HUNG_S
-        self._blame(job, failure)
-        self._on_loss(failure.reason)
-        log.warning("worker_killed", rule=name, num_items=len(job.items), cpu_s=cpu_s, wall_s=wall_s)
-        self._remove(worker)
 
     def _blame(self, job: Job, failure: Failure, *, is_repeated: bool = False) -> None:
         """Fail the item in work, or repeat it; ask for those behind it again, and for each item of a batch alone."""
         if job.may_hang and len(job.items) > 1:
-            self._split(job)
+            self._queue.extendleft(job.split())
             return
         at = job.num_done
         if job.items[at + 1 :]:
@@ -250,9 +229,6 @@ class WorkerPool:
             self._queue.appendleft(again)
         else:
             job.settle([failure])
-
-    def _split(self, job: Job) -> None:
-        self._queue.extendleft(reversed(job.split()))
 
     # -- jobs -------------------------------------------------------------------------------------------------------
 
@@ -280,9 +256,21 @@ class WorkerPool:
                 continue
             cpu_s = worker.cpu_s()
             is_over = cpu_s >= limit_s or job.is_load or job.is_over or wall_s >= limit_s + WALL_SLACK_S
-            if is_over and worker.is_late:
-                self._on_deadline(worker, job, wall_s, cpu_s)
-            worker.is_late = is_over
+            if not is_over or not worker.is_late:
+                worker.is_late = is_over
+                continue
+            name, num_items = job.rule.rule.function, len(job.items)
+            reason: ScoreReason = "too_slow" if cpu_s >= job.timeout_s and not job.is_load else "timeout"
+            took = f"no result after {wall_s:.1f} s, {cpu_s:.2f} s of CPU time"
+            if job.is_load:
+                self._set_load_error(job.rule, f"{name} was not loaded within {job.timeout_s:g} s")
+            elif job.may_hang and num_items == 1 and not job.is_over:
+                (key,) = job.prompts
+                self._hung[key] = self._hung.get(key, (0, 0.0))[0] + 1, now_s + HUNG_S
+            self._blame(job, Failure(reason, f"{took}; the worker was killed"))
+            self._on_loss(reason)
+            log.warning("worker_killed", rule=name, num_items=num_items, cpu_s=cpu_s, wall_s=wall_s)
+            self._remove(worker)
 
     def _find_slow(self) -> None:
         """Find the workers with slow jobs; split the batches among these, and suspect the prompts of the others."""
@@ -296,7 +284,7 @@ class WorkerPool:
             slow_s = max(SLOW_S, job.timeout_s if longest_s is None else 2 * longest_s)
             worker.is_slow = now_s - worker.since_s >= slow_s
             if worker.is_slow and len(job.items) > 1:
-                self._split(job)
+                self._queue.extendleft(job.split())
             elif worker.is_slow:
                 self._suspects.update(job.prompts)
 
@@ -305,7 +293,11 @@ class WorkerPool:
         if self._is_closed or not self._rules:
             return
         self._watcher = self._watcher or asyncio.create_task(self._watch())
-        self._start_missing()
+        if asyncio.get_running_loop().time() >= self._start_after_s:
+            while len(self._workers) < self._wanted():
+                new = WorkerHandle(self._max_memory_bytes, on_reply=self._on_reply, on_lost=self._on_lost)
+                self._workers.append(new)
+                self._create_task(self._start(new))
         for worker in self._workers:
             if worker.is_idle:
                 self._load_next(worker)
@@ -319,7 +311,7 @@ class WorkerPool:
                 continue
             num = max((self._suspects[key] for key in job.prompts), default=0) if self._suspects else 0
             if num and len(job.items) > 1:
-                self._split(job)
+                self._queue.extendleft(job.split())
             elif num >= HUNG_ITEMS and any(self._hung.get(key, (0,))[0] >= HUNG_ITEMS for key in job.prompts):
                 prompt = job.items[0].prompt
                 job.fail(Failure("timeout", f"not asked: the last {HUNG_ITEMS} responses to {prompt!r:.60} hung"))
@@ -373,14 +365,6 @@ class WorkerPool:
         """Return how many workers there should be, the spare one included."""
         return self._num_workers + min(sum(worker.is_slow for worker in self._workers), MAX_SLOW_WORKERS) + 1
 
-    def _start_missing(self) -> None:
-        if asyncio.get_running_loop().time() < self._start_after_s:
-            return
-        while len(self._workers) < self._wanted():
-            worker = WorkerHandle(self._max_memory_bytes, on_reply=self._on_reply, on_lost=self._on_lost)
-            self._workers.append(worker)
-            self._create_task(self._start(worker))
-
     async def _start(self, worker: WorkerHandle) -> None:
         try:
             await worker.start()
@@ -406,13 +390,3 @@ class WorkerPool:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _describe_exit(code: int | None) -> str:
-    """Say how a process ended."""
-    if code is None:
-        return "its exit code is not known"
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-    return f"killed by {name}, as the kernel does when memory runs out" if name == "SIGKILL" else f"killed by {name}"

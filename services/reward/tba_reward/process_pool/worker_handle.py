@@ -15,8 +15,8 @@ from typing import cast
 
 import msgspec
 
+from tba_reward.child_messages import LENGTH, Reply
 from tba_reward.process_pool.job import Job
-from tba_reward.process_pool.pool_messages import LENGTH, Reply
 from tba_reward.scorer import Outcome
 
 EXIT_S = 1.0
@@ -79,9 +79,12 @@ class WorkerHandle(asyncio.Protocol):
         try:
             with theirs:
                 name, memory = "tba_reward.process_pool.worker_main", str(self._max_memory_bytes or 0)
+                # workers share the cores: one thread in each library
+                threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+                path = os.pathsep.join(part or os.getcwd() for part in sys.path)
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", name, str(theirs.fileno()), memory, str(os.getpid())],
-                    env=self._environment(),
+                    env={**os.environ, **threads, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # a rule that prints writes to the log
                     pass_fds=[theirs.fileno()],
@@ -176,16 +179,7 @@ class WorkerHandle(asyncio.Protocol):
             self._is_given_up = True
             self._on_lost(self)
 
-    # -- the process ------------------------------------------------------------------------------------------------
-
     def _ask_guard(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
-
-    def _environment(self) -> dict[str, str]:
-        """Return the service's environment with the same module path, and one thread in each library."""
-        # workers share the cores
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        return {**os.environ, **threads, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from tba.plugins import import_object
-from tba_reward.process_pool.pool_messages import LENGTH, ItemMessage, LoadRule, Reply, ScoreItems, encode
+from tba_reward.child_messages import ItemMessage, LoadRule, Reply, ScoreItems, frame, read_frame
 from tba_reward.scorer import Failure, Item, Outcome, Params, clean, outcome_of
 
 EXIT_OUT_OF_MEMORY = 97
@@ -41,14 +41,21 @@ def serve(connection: socket.socket) -> None:
     """Answer messages in order until the other side hangs up."""
     rules, own_pid = dict[int, LoadedRule](), os.getpid()
     with connection.makefile("rb") as stream:
-        while head := stream.read(LENGTH.size):
-            message = _DECODER.decode(stream.read(LENGTH.unpack(head)[0]))
+        while (body := read_frame(stream)) is not None:
+            message = _DECODER.decode(body)
             try:
                 for outcomes in _replies(message, rules):
                     # a rule may fork and come back in both processes: only the first one answers
                     if os.getpid() != own_pid:
                         os._exit(0)
-                    connection.sendall(encode(Reply(message.number, _sendable(outcomes), time.process_time(), own_pid)))
+                    # an item has exhausted the memory, which is given back with the process
+                    if any(isinstance(each, Failure) and each.reason == "out_of_memory" for each in outcomes):
+                        raise MemoryError
+                    sendable: list[Outcome] = [
+                        Failure(each.reason, clean(each.detail)) if isinstance(each, Failure) else each
+                        for each in outcomes
+                    ]
+                    connection.sendall(frame(Reply(message.number, sendable, time.process_time(), own_pid)))
             except MemoryError:
                 os._exit(EXIT_OUT_OF_MEMORY)
 
@@ -56,7 +63,19 @@ def serve(connection: socket.socket) -> None:
 def _replies(message: LoadRule | ScoreItems, rules: dict[int, LoadedRule]) -> Iterator[list[Outcome]]:
     """Do what a message says. Yield the outcome of a load, the outcomes of a batch, or one item's after the other."""
     if isinstance(message, LoadRule):
-        yield [_load(message, rules)]
+        outcome: Outcome = 1.0
+        try:
+            params = json.loads(message.params_json)
+            rule = find(message.function)
+            if message.prepare is not None:
+                find(message.prepare)(params)
+            rules[message.rule] = (rule, params, message.is_batch)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
+            problem = f"{message.function} could not be loaded: {type(error).__name__}: {error}"
+            outcome = Failure("exception", problem)
+        yield [outcome]
         return
     rule, params, is_batch = rules[message.rule]
     if is_batch:
@@ -64,32 +83,6 @@ def _replies(message: LoadRule | ScoreItems, rules: dict[int, LoadedRule]) -> It
         return
     for item in message.items:
         yield [outcome_of(rule, _item(item), params)]
-
-
-def _load(message: LoadRule, rules: dict[int, LoadedRule]) -> Outcome:
-    """Import a rule and call its `prepare` function."""
-    try:
-        params = json.loads(message.params_json)
-        rule = find(message.function)
-        if message.prepare is not None:
-            find(message.prepare)(params)
-    except MemoryError:
-        raise
-    except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
-        return Failure("exception", f"{message.function} could not be loaded: {type(error).__name__}: {error}")
-    rules[message.rule] = (rule, params, message.is_batch)
-    return 1.0
-
-
-def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes with clean details.
-
-    Raises:
-        MemoryError: an item has exhausted the memory, which is given back with the process.
-    """
-    if any(isinstance(outcome, Failure) and outcome.reason == "out_of_memory" for outcome in outcomes):
-        raise MemoryError
-    return [Failure(each.reason, clean(each.detail)) if isinstance(each, Failure) else each for each in outcomes]
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -153,7 +146,11 @@ def _guard(worker: int, service: int) -> NoReturn:
     while (ended := _reap()) is not None and time.monotonic() < until_s:
         status = ended[1] if ended[0] == worker else status
         if ended[0] == 0:
-            _kill_children()
+            # theirs become children when they are gone
+            with suppress(OSError):  # Linux only
+                for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
+                    with suppress(OSError):
+                        os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.002)
     if ended is not None:
         print(f"processes of a scorer are still there after {_KILL_S:g} s of SIGKILL", file=sys.stderr, flush=True)
@@ -173,14 +170,6 @@ def _reap() -> tuple[int, int] | None:
         return os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
         return None
-
-
-def _kill_children() -> None:
-    """Kill the children; theirs become children when they are gone."""
-    with suppress(OSError):  # Linux only
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
-            with suppress(OSError):
-                os.kill(int(pid), signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -27,13 +27,11 @@ def build(spec: ExactSpec, tools: Tools) -> Scorer:
 def score(item: Item, params: Params) -> float:
     """Return 1.0 if response and answer are the same text but for surrounding white space."""
     field = params["field"]
-    return score_any(gold_answers(item, field), lambda gold: item.response.strip() == _text(gold, field))
 
+    def is_equal(gold: object) -> bool:
+        # JSON's true is an int in Python, and no answer
+        if not isinstance(gold, str | int) or isinstance(gold, bool):
+            raise BadDataError(f"data needs a text `{field}`, got {gold!r:.200}")
+        return item.response.strip() == str(gold).strip()
 
-def _text(answer: object, field: str) -> str:
-    # JSON's true is an int in Python, and no answer
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return str(answer)
-    if not isinstance(answer, str):
-        raise BadDataError(f"data needs a text `{field}`, got {answer!r:.200}")
-    return answer.strip()
+    return score_any(gold_answers(item, field), is_equal)

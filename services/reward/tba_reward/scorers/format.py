@@ -6,7 +6,6 @@ It runs in worker processes: some patterns take exponential time in Python's `re
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 from tba.config.reward import FormatSpec
 from tba_reward.process_pool.job import WorkerRule
@@ -29,9 +28,5 @@ def build(spec: FormatSpec, tools: Tools) -> Scorer:
 
 def score(item: Item, params: Params) -> float:
     """Return 1.0 if the pattern is found in the response."""
-    return float(_compiled(params["pattern"]).search(item.response) is not None)
-
-
-@lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+    # `re` itself keeps the patterns that it has compiled
+    return float(re.search(params["pattern"], item.response) is not None)

@@ -121,6 +121,12 @@ class HttpScorer:
             try:
                 async with asyncio.timeout(timeout_s + GRACE_S):
                     outcomes = await loop.run_in_executor(self._threads, self._ask, items, time.monotonic() + timeout_s)
+                # what an endpoint says of a request may repeat its address
+                if query := self._target.partition("?")[2]:
+                    outcomes = [
+                        Failure(each.reason, each.detail.replace(query, "...")) if isinstance(each, Failure) else each
+                        for each in outcomes
+                    ]
             except TimeoutError:
                 late = Failure("unreachable", f"{self._url} did not finish its answer before the deadline")
                 outcomes = [late] * len(items)
@@ -136,28 +142,6 @@ class HttpScorer:
 
     def _ask(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
         """Return one outcome per item, in order, by the deadline."""
-        outcomes, query = self._ask_until(items, deadline_s), self._target.partition("?")[2]
-        # what an endpoint says of a request may repeat its address
-        return [
-            Failure(each.reason, each.detail.replace(query, "...")) if query and isinstance(each, Failure) else each
-            for each in outcomes
-        ]
-
-    def _ask_until(self, items: Sequence[Item], deadline_s: float) -> list[Outcome]:
-        answer = self._send(self._body(items), deadline_s)
-        if isinstance(answer, Failure):
-            return [answer] * len(items)
-        # one bad item may be the reason: it must not fail the others
-        if answer.status in _REFUSED_AS_A_WHOLE and len(items) > 1:
-            half = len(items) // 2
-            return self._ask_until(items[:half], deadline_s) + self._ask_until(items[half:], deadline_s)
-        if answer.status in _REFUSED_AS_A_WHOLE:
-            return [Failure("malformed", f"the endpoint refuses the item: {_describe(answer)}")]
-        if answer.status != 200:
-            return [Failure("exception", f"{self._url}: {_describe(answer)}")] * len(items)
-        return _outcomes(answer.body, len(items))
-
-    def _body(self, items: Sequence[Item]) -> bytes:
         entries = [
             {
                 "item_id": str(number),
@@ -169,7 +153,28 @@ class HttpScorer:
             }
             for number, item in enumerate(items)
         ]
-        return json.dumps({"items": entries}).encode()
+        answer = self._send(json.dumps({"items": entries}).encode(), deadline_s)
+        if isinstance(answer, Failure):
+            return [answer] * len(items)
+        # one bad item may be the reason: it must not fail the others
+        if answer.status in _REFUSED_AS_A_WHOLE and len(items) > 1:
+            half = len(items) // 2
+            return self._ask(items[:half], deadline_s) + self._ask(items[half:], deadline_s)
+        if answer.status in _REFUSED_AS_A_WHOLE:
+            return [Failure("malformed", f"the endpoint refuses the item: {_describe(answer)}")]
+        if answer.status != 200:
+            return [Failure("exception", f"{self._url}: {_describe(answer)}")] * len(items)
+        try:
+            # An error in the result of one item fails that item alone: NaN, which strict JSON does not know, passes, a
+            # huge integer becomes infinite, and bytes that are no text are replaced.
+            reply = json.loads(answer.body.decode("utf-8", "replace"), parse_int=float)
+            if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
+                raise ValueError('it must be an object {"results": [...]}')
+        except (ValueError, RecursionError) as error:
+            return [Failure("exception", f"the endpoint's answer is not a score reply: {error}")] * len(items)
+        results = [each for each in reply["results"] if isinstance(each, dict)]
+        by_id = {each["item_id"]: each for each in results if isinstance(each.get("item_id"), str)}
+        return [_outcome(by_id.get(str(number))) for number in range(len(items))]
 
     def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
         """Post a body until there is an answer that a repetition would not change."""
@@ -221,26 +226,11 @@ class HttpScorer:
             response.close()
             raise
         response.release_conn()
-        return _Answer(response.status, _retry_after_s(response.headers.get("retry-after")), bytes(content))
-
-
-def _outcomes(body: bytes, num_items: int) -> list[Outcome]:
-    """Return one outcome per item. Only a body that is no reply at all fails all of them."""
-    try:
-        # An error in the result of one item fails that item alone: NaN, which strict JSON does not know, passes, a huge
-        # integer becomes infinite, and bytes that are no text are replaced.
-        reply = json.loads(body.decode("utf-8", "replace"), parse_int=float)
-        if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
-            raise ValueError('it must be an object {"results": [...]}')
-    except (ValueError, RecursionError) as error:
-        return [Failure("exception", f"the endpoint's answer is not a score reply: {error}")] * num_items
-    by_id = {_item_id(result): result for result in reply["results"] if isinstance(result, dict)}
-    return [_outcome(by_id.get(str(number))) for number in range(num_items)]
-
-
-def _item_id(result: dict[str, Any]) -> str:
-    item_id = result.get("item_id")
-    return item_id if isinstance(item_id, str) else ""
+        try:
+            retry_after_s = max(float(response.headers.get("retry-after") or 0), 0.0)
+        except ValueError:  # a date: it is rare, and the usual pause is good enough
+            retry_after_s = 0.0
+        return _Answer(response.status, retry_after_s, bytes(content))
 
 
 def _outcome(result: dict[str, Any] | None) -> Outcome:
@@ -262,10 +252,3 @@ def _outcome(result: dict[str, Any] | None) -> Outcome:
 
 def _describe(answer: _Answer) -> str:
     return f"HTTP {answer.status}: {answer.body[:MAX_DETAIL_CHARS].decode(errors='replace')}"
-
-
-def _retry_after_s(header: str | None) -> float:
-    try:
-        return max(float(header or 0), 0.0)
-    except ValueError:  # a date: it is rare, and the usual pause is good enough
-        return 0.0

@@ -21,7 +21,14 @@ class ModelServerScorer:
 
     def __init__(self, spec: ModelScorerSpec, tools: Tools, *, implementation: int) -> None:
         for name in ("model", "victim", "classifier"):
-            _check_folder(spec.kind, name, getattr(spec, name, None))
+            path: str | None = getattr(spec, name, None)
+            if path is None or Path(path).expanduser().is_dir():
+                continue
+            if path.startswith((".", "/", "~")) or path.count("/") != 1:
+                raise ConfigError(
+                    f"reward kind {spec.kind!r}: {name} = {path!r} is not a folder; tba data prepare RECIPE fetches or "
+                    "makes what a recipe needs"
+                )
         names = ("torch", "transformers")
         self._packages = [installed_version(spec.kind, name, extra="reward-models") for name in names]
         self._spec, self._implementation = spec, implementation
@@ -49,17 +56,5 @@ class ModelServerScorer:
         return await asyncio.gather(*(self._score(item) for item in items))
 
     async def _score(self, item: Item) -> Outcome:
-        return await self._ask(item.prompt, item.response, finished=item.is_finished)
-
-    async def _ask(self, prompt: str, response: str, *, finished: bool) -> Outcome:
-        return await self._process.score(prompt, response, finished=finished, timeout_s=self._spec.timeout_s)
-
-
-def _check_folder(kind: str, field: str, path: str | None) -> None:
-    if path is None or Path(path).expanduser().is_dir():
-        return
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError(
-            f"reward kind {kind!r}: {field} = {path!r} is not a folder; tba data prepare RECIPE fetches or makes what "
-            "a recipe needs"
-        )
+        finished, timeout_s = item.is_finished, self._spec.timeout_s
+        return await self._process.score(item.prompt, item.response, finished=finished, timeout_s=timeout_s)

@@ -42,15 +42,15 @@ class ProcessPoolScorer:
     async def start(self) -> None:
         """Prepare the rule, score the example."""
         await self._pool.prepare(self._rule)
-        self._example_health = OK if self._example is None else await self._try(self._example)
-
-    async def _try(self, example: Item) -> str:
-        """Score the example. Return `ok`, or the wrong outcome as a sentence."""
-        outcome = (await self.score([example]))[0]
+        self._example_health = OK
+        if self._example is None:
+            return
+        outcome = (await self.score([self._example]))[0]
         if isinstance(outcome, Failure):
-            return f"its example failed ({outcome.reason}: {outcome.detail})"
-        # a scorer that works but scores otherwise, for example with another release of a package, is caught here
-        return OK if outcome == 1.0 else f"its example scored {outcome}, not 1.0"
+            self._example_health = f"its example failed ({outcome.reason}: {outcome.detail})"
+        elif outcome != 1.0:
+            # a scorer that works but scores otherwise, for example with another release of a package
+            self._example_health = f"its example scored {outcome}, not 1.0"
 
     async def close(self) -> None:
         """Do nothing: the pool belongs to the service."""

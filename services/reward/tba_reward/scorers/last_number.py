@@ -41,22 +41,20 @@ def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
 def score(item: Item, params: Params) -> float:
     """Return 1.0 if the last number of the response is the answer."""
     found = last_number(after_reasoning(item.response, item.prompt))
-    return score_any(gold_answers(item, params["field"]), lambda gold: found == _gold_number(gold, params["field"]))
 
+    def is_equal(gold: object) -> bool:
+        if isinstance(gold, float) and math.isfinite(gold):
+            return found == Decimal(f"{gold:.15g}")  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3
+        # one plus may stand before it; `+-5` is no number
+        text = re.sub(r"^\+(?!-)", "", str(gold).replace(",", "").replace(_MINUS_SIGN, "-").strip())
+        if _NUMBER.fullmatch(text) is None:
+            raise BadDataError(f"data needs a `{params['field']}` that is one number, got {gold!r:.200}")
+        return found == Decimal(text)
 
-def _gold_number(gold: object, field: str) -> Decimal:
-    if isinstance(gold, float) and math.isfinite(gold):
-        return Decimal(f"{gold:.15g}")  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3
-    # one plus may stand before it; `+-5` is no number
-    text = re.sub(r"^\+(?!-)", "", str(gold).replace(",", "").replace(_MINUS_SIGN, "-").strip())
-    if _NUMBER.fullmatch(text) is None:
-        raise BadDataError(f"data needs a `{field}` that is one number, got {gold!r:.200}")
-    return Decimal(text)
+    return score_any(gold_answers(item, params["field"]), is_equal)
 
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text, or None."""
-    last = None
-    for match in _NUMBER.finditer(text.replace(",", "").replace(_MINUS_SIGN, "-")):
-        last = match
-    return None if last is None else Decimal(last.group())
+    numbers = _NUMBER.findall(text.replace(",", "").replace(_MINUS_SIGN, "-"))
+    return Decimal(numbers[-1]) if numbers else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +52,10 @@ _ONLY_TRL = ("trainer_state", "environments")
 def build(spec: PythonSpec, tools: Tools) -> Scorer:
     """Return the scorer; the function is imported in worker processes only."""
     name = plugins.check_name(spec.function, what=WHAT)
+    origin = plugins.find_module(name, what=WHAT).origin
+    digest = ""
+    if origin is not None and Path(origin).is_file():
+        digest = hashlib.sha256(Path(origin).read_bytes()).hexdigest()
     params = {**params_of(spec), "function": name}
     return ProcessPoolScorer(
         WorkerRule(
@@ -62,7 +66,7 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
         ),
         pool=tools.pool,
         timeout_s=spec.timeout_s,
-        version=version_of(spec, IMPLEMENTATION, name, _digest(name)),
+        version=version_of(spec, IMPLEMENTATION, name, digest),
     )
 
 
@@ -100,7 +104,17 @@ def _score_alike(items: Sequence[Item], params: Params) -> list[Outcome]:
         MemoryError: the process has to end, which gives its memory back.
     """
     try:
-        return _read(_call(items, params), items, params)
+        result = _call(items, params)
+        values = result.tolist() if hasattr(result, "tolist") else result  # numpy, torch
+        if not isinstance(values, list | tuple) or len(values) != len(items):
+            got = type(result).__name__ + (f" of {len(values)}" if isinstance(values, list | tuple) else "")
+            detail = f"{params['function']} got {len(items)} completions and returned a {got}: {result!r:.100}; "
+            return [Failure("exception", detail + "return a list with one score for each completion")] * len(items)
+        abstained = Failure("abstained", f"{params['function']} returned None")
+        return [
+            abstained if value is None else checked(value.item() if hasattr(value, "item") else value)
+            for value in values
+        ]
     except MemoryError:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code may raise anything; it is reported
@@ -114,7 +128,14 @@ def _call(items: Sequence[Item], params: Params) -> Any:
     name = params["function"]
     found = _load(name)
     offered = {column: [item.data[column] for item in items] for column in items[0].data if column not in _OWN}
-    offered |= _completions(items)
+    prompts: list[Any] = [item.prompt for item in items]
+    completions: list[Any] = [item.response for item in items]
+    if _is_conversational(items[0]):
+        prompts = [item.data["prompt"] for item in items]
+        completions = [[{"role": "assistant", "content": item.response}] for item in items]
+    offered |= {"prompts": prompts, "completions": completions}
+    if tokens := [list(item.response_tokens) for item in items if item.response_tokens is not None]:
+        offered["completion_ids"] = tokens
     # the recipe's arguments come before columns of the same name
     offered |= params["kwargs"]
     passed = offered if found.takes_all else {key: offered[key] for key in found.parameters if key in offered}
@@ -127,34 +148,12 @@ def _call(items: Sequence[Item], params: Params) -> Any:
     if missing:
         raise BadDataError(f"{name} needs the column {missing[0]!r}, which the prompt's data lacks")
     result = found.function(**passed)
+
+    async def awaited() -> Any:
+        return await result
+
     # no event loop runs around it, so that a function that is not async can run one of its own
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
-
-
-def _read(scores: Any, items: Sequence[Item], params: Params) -> list[Outcome]:
-    """Return the outcomes in a result of the function."""
-    values = scores.tolist() if hasattr(scores, "tolist") else scores  # numpy, torch
-    if not isinstance(values, list | tuple) or len(values) != len(items):
-        got = type(scores).__name__ + (f" of {len(values)}" if isinstance(values, list | tuple) else "")
-        detail = f"{params['function']} got {len(items)} completions and returned a {got}: {scores!r:.100}; "
-        return [Failure("exception", detail + "return a list with one score for each completion")] * len(items)
-    return [_checked(value, params["function"]) for value in values]
-
-
-def _completions(items: Sequence[Item]) -> dict[str, list[Any]]:
-    """Return prompts and completions as TRL passes them."""
-    prompts: list[Any] = [item.prompt for item in items]
-    completions: list[Any] = [item.response for item in items]
-    if _is_conversational(items[0]):
-        prompts = [item.data["prompt"] for item in items]
-        completions = [[{"role": "assistant", "content": item.response}] for item in items]
-    offered = {"prompts": prompts, "completions": completions}
-    tokens = [list(item.response_tokens) for item in items if item.response_tokens is not None]
-    return {**offered, "completion_ids": tokens} if tokens else offered
+    return asyncio.run(awaited()) if inspect.isawaitable(result) else result
 
 
 def _is_conversational(item: Item) -> bool:
@@ -163,12 +162,6 @@ def _is_conversational(item: Item) -> bool:
 
 def _ignore(name: str, value: Any) -> None:
     """Stand for TRL's `log_extra` and `log_metric`: there is no table of completions here."""
-
-
-def _checked(value: Any, function: str) -> Outcome:
-    if value is None:
-        return Failure("abstained", f"{function} returned None")
-    return checked(value.item() if hasattr(value, "item") else value)  # numpy, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +180,3 @@ def _load(name: str) -> _Function:
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     return _Function(function, {each.name: each.default is each.empty for each in named}, takes_all)
-
-
-def _digest(name: str) -> str:
-    """Return the digest of the function's file."""
-    origin = plugins.find_module(name, what=WHAT).origin
-    return "" if origin is None or not Path(origin).is_file() else hashlib.sha256(Path(origin).read_bytes()).hexdigest()

@@ -17,21 +17,22 @@ from typing import BinaryIO
 
 import msgspec
 
-from tba_reward.model_server.model_messages import (
-    LENGTH_BYTES,
-    FromChild,
-    Loaded,
-    LoadFailed,
-    ToChild,
-    frame,
-)
+from tba_reward.child_messages import FromModels, Loaded, LoadFailed, ToModels, frame, read_frame
 
-Inbox = queue.SimpleQueue[ToChild]
+Inbox = queue.SimpleQueue[ToModels]
 
 
 def main() -> int:
     """Load the models that the argument names, then answer requests until stdin ends."""
-    frames, out = _take_pipes()
+    # the frames alone use the pipes: a library that prints writes to stderr from now on
+    pipe_in, pipe_out = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    # a fork that outlives this process must not hold the pipes open: their end is how the service hears of a death
+    os.register_at_fork(after_in_child=lambda: (os.close(pipe_in), os.close(pipe_out)))
+    frames, out = os.fdopen(pipe_in, "rb"), os.fdopen(pipe_out, "wb")
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, inbox), daemon=True).start()
 
@@ -70,36 +71,15 @@ def main() -> int:
         batcher.compute()
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for the frames alone, and return them."""
-    # a library that prints writes to stderr from now on
-    pipe_in, pipe_out = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    # a fork that outlives this process must not hold the pipes open: their end is how the service hears of a death
-    os.register_at_fork(after_in_child=lambda: (os.close(pipe_in), os.close(pipe_out)))
-    return os.fdopen(pipe_in, "rb"), os.fdopen(pipe_out, "wb")
-
-
 def _read(frames: BinaryIO, inbox: Inbox) -> None:
-    decoder = msgspec.msgpack.Decoder(ToChild)
-    while True:
-        inbox.put(decoder.decode(_read_frame(frames)))
-
-
-def _read_frame(frames: BinaryIO) -> bytes:
-    """Return one frame; where there is none any more, the service is gone, and the process ends."""
-    length = frames.read(LENGTH_BYTES)
-    if len(length) == LENGTH_BYTES:
-        body = frames.read(int.from_bytes(length, "big"))
-        if len(body) == int.from_bytes(length, "big"):
-            return body
+    """Put the messages of the service into the inbox; end the process when it is gone."""
+    decoder = msgspec.msgpack.Decoder(ToModels)
+    while (body := read_frame(frames)) is not None:
+        inbox.put(decoder.decode(body))
     os._exit(0)  # not sys.exit: it would wait for what the main thread computes
 
 
-def _send(out: BinaryIO, message: FromChild) -> None:
+def _send(out: BinaryIO, message: FromModels) -> None:
     out.write(frame(message))
     out.flush()
 

@@ -37,7 +37,12 @@ class Classifier:
         self._model, self._tokenizer = load(self._path, folder, spec, AutoModelForSequenceClassification)
         # keys and values of a whole batch would take gigabytes, and a text is read once
         self._model.config.get_text_config().use_cache = False
-        self._label = self._find_label(spec.label)
+        names = [str(name) for name in (self._model.config.id2label or {}).values()]
+        numbers = [number for number, name in enumerate(names) if spec.label in (None, number, name)]
+        if len(numbers) != 1:
+            what = "say which label counts" if spec.label is None else f"there is no label {spec.label!r}"
+            raise LoadError(f"{self._path}: {what}; it has {', '.join(names)}")
+        (self._label,) = numbers
         self._max_tokens = longest_input(self._model, self._tokenizer)
         self._pad_id = self._model.config.get_text_config().pad_token_id
         if self._append_eos and self._tokenizer.eos_token_id is None:
@@ -73,15 +78,6 @@ class Classifier:
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
         return logits[:, self._label].tolist()
 
-    def _find_label(self, label: int | str | None) -> int:
-        """Return the number of the output that counts."""
-        names = [str(name) for name in (self._model.config.id2label or {}).values()]
-        numbers = [number for number, name in enumerate(names) if label in (None, number, name)]
-        if len(numbers) == 1:
-            return numbers[0]
-        what = "say which label counts" if label is None else f"there is no label {label!r}"
-        raise LoadError(f"{self._path}: {what}; it has {', '.join(names)}")
-
 
 class GuardClassifier:
     """A guard model that is loaded.
@@ -101,7 +97,14 @@ class GuardClassifier:
         self._max_tokens = longest_input(self._model, self._tokenizer)
         if self._form == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {spec.classifier} has no chat template; use another form of input")
-        self._common, self._safe, self._unsafe = self._verdicts(spec.classifier)
+        safe, unsafe = (
+            list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in (SAFE_VERDICT, UNSAFE_VERDICT)
+        )
+        differ = [n for n, (one, other) in enumerate(zip(safe, unsafe, strict=False)) if one != other]
+        if not differ:
+            raise LoadError(f"{SAFE_VERDICT!r} and {UNSAFE_VERDICT!r} do not differ in a token of {spec.classifier}")
+        self._common, self._safe, self._unsafe = safe[: differ[0]], safe[differ[0]], unsafe[differ[0]]
 
     def encode(self, prompt: str, response: str) -> list[int] | Failure:
         """Return the tokens up to the first one in which the verdicts differ."""
@@ -122,13 +125,3 @@ class GuardClassifier:
             logits_to_keep=1,
         ).logits  # [B, 1, V]
         return (logits[:, -1, self._unsafe] - logits[:, -1, self._safe]).float().sigmoid().tolist()
-
-    def _verdicts(self, path: str) -> tuple[list[int], int, int]:
-        """Return the tokens that both verdicts begin with, and the first token in which each differs."""
-        safe, unsafe = (
-            self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (SAFE_VERDICT, UNSAFE_VERDICT)
-        )
-        for n, (one, other) in enumerate(zip(safe, unsafe, strict=False)):
-            if one != other:
-                return list(safe[:n]), one, other
-        raise LoadError(f"the verdicts {SAFE_VERDICT!r} and {UNSAFE_VERDICT!r} do not differ in a token of {path}")

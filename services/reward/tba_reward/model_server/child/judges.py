@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from tba.config.reward import ModelScorerSpec, RedteamSpec, RewardModelSpec
+from tba_reward.child_messages import ScoreRequest
 from tba_reward.model_server.child.classifier import Classifier, GuardClassifier
 from tba_reward.model_server.child.server import Judge, TokenizedRequest, cut_batches
 from tba_reward.model_server.child.victim import Victim
-from tba_reward.model_server.model_messages import ScoreRequest
 from tba_reward.scorer import Failure, Outcome
 
 
@@ -52,7 +52,7 @@ class RedteamJudge:
     def __init__(self, spec: RedteamSpec) -> None:
         self._victim = Victim(spec)
         self._classifier = GuardClassifier(spec) if spec.judge == "guard" else Classifier(spec)
-        self._batch_tokens = spec.batch_tokens
+        self._spec = spec
 
     @property
     def digest(self) -> str:
@@ -66,8 +66,7 @@ class RedteamJudge:
         prompt = self._victim.encode(request.response)
         if isinstance(prompt, Failure):
             return prompt
-        num_tokens = len(prompt) + self._victim.max_reply_tokens
-        return TokenizedRequest(request, prompt, num_tokens, self._victim.num_replies)
+        return TokenizedRequest(request, prompt, len(prompt) + self._spec.max_reply_tokens, self._spec.num_replies)
 
     def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
         """Return the mean over the replies per request; it is unknown if the score of one reply is."""
@@ -80,19 +79,14 @@ class RedteamJudge:
             for attack, texts in zip(attacks, replies, strict=True)
             for reply in texts
         ]
-        values = self._values(rows)
-        number = self._victim.num_replies
-        return [_mean_of(values[n : n + number]) for n in range(0, len(values), number)]
-
-    def _values(self, rows: Sequence[list[int] | Failure]) -> list[Outcome]:
-        """Return the classifier's score of every row, computed in batches by tokens."""
         values: list[Outcome] = [row if isinstance(row, Failure) else math.nan for row in rows]
         known = [(at, row) for at, row in enumerate(rows) if not isinstance(row, Failure)]
-        for batch in cut_batches([(len(row), 1) for _, row in known], self._batch_tokens):
-            found = self._classifier.values([known[n][1] for n in batch])
-            for n, value in zip(batch, found, strict=True):
+        for places in cut_batches([(len(row), 1) for _, row in known], self._spec.batch_tokens):
+            found = self._classifier.values([known[n][1] for n in places])
+            for n, value in zip(places, found, strict=True):
                 values[known[n][0]] = _finite(value)
-        return values
+        number = self._spec.num_replies
+        return [_mean_of(values[n : n + number]) for n in range(0, len(values), number)]
 
 
 def _finite(value: float) -> Outcome:

@@ -8,13 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tba_reward.model_server.model_messages import (
-    BatchStarted,
-    CancelRequest,
-    FromChild,
-    ScoreAnswer,
-    ScoreRequest,
-)
+from tba_reward.child_messages import BatchStarted, CancelRequest, FromModels, ScoreAnswer, ScoreRequest
 from tba_reward.scorer import Failure, Outcome
 
 
@@ -80,7 +74,7 @@ def cut_batches(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> list[lis
 class Batcher:
     """The requests that wait, and their batches."""
 
-    def __init__(self, judge: Judge, batch_tokens: int, send: Callable[[FromChild], None]) -> None:
+    def __init__(self, judge: Judge, batch_tokens: int, send: Callable[[FromModels], None]) -> None:
         self._judge, self._batch_tokens, self._send = judge, batch_tokens, send
         self._waiting: dict[int, TokenizedRequest] = {}
         self._num_tokens = 0

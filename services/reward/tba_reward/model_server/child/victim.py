@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
@@ -44,7 +41,15 @@ class Victim:
         if spec.victim_input == "chat" and self._tokenizer.chat_template is None:
             raise LoadError(f"the tokenizer of {spec.victim} has no chat template; leave `victim_input` out")
         self._chat = self._tokenizer.chat_template is not None and spec.victim_input != "text"
-        self._eos = _end_ids(folder, self._model.config, self._tokenizer)
+        self.device_type = self._model.device.type
+        """`cpu`, `cuda`, ...: each draws other tokens with the same seed."""
+        try:
+            own = GenerationConfig.from_pretrained(folder)
+        except OSError:  # there is no such file
+            own = GenerationConfig.from_model_config(self._model.config)
+        eos: Any = own.eos_token_id if own.eos_token_id is not None else self._tokenizer.eos_token_id
+        self._eos: list[int] = [eos] if isinstance(eos, int) else list(eos or [])
+        """The end-of-sequence tokens of the model's generation settings, else that of its tokenizer."""
         limit = longest_input(self._model, self._tokenizer)
         if spec.max_attack_tokens is not None:
             limit = min(limit, len(self._prompt("")) + spec.max_attack_tokens + spec.max_reply_tokens)
@@ -57,21 +62,6 @@ class Victim:
             pad_token_id=self._eos[0] if self._eos else 0,
         )
 
-    @property
-    def num_replies(self) -> int:
-        """Replies to each attack."""
-        return self._spec.num_replies
-
-    @property
-    def device_type(self) -> str:
-        """`cpu`, `cuda`, ...: each draws other tokens with the same seed."""
-        return self._model.device.type
-
-    @property
-    def max_reply_tokens(self) -> int:
-        """Longest reply."""
-        return self._spec.max_reply_tokens
-
     def encode(self, attack: str) -> list[int] | Failure:
         """Return the tokens of an attack without the white space at its end."""
         ids = self._prompt(attack.rstrip())
@@ -83,7 +73,11 @@ class Victim:
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]
-        texts = [None if tokens is None else self._text(tokens) for tokens in self._generate(rows, seeds)]
+        texts = list[str | None]()
+        for tokens in self._generate(rows, seeds):
+            kept = [] if tokens is None else tokens[: self._num_before_end(tokens)]
+            text: Any = self._tokenizer.decode(kept, skip_special_tokens=True)
+            texts.append(None if tokens is None else text.strip())
         return [texts[n : n + number] for n in range(0, len(texts), number)]
 
     @torch.inference_mode()
@@ -115,21 +109,6 @@ class Victim:
 
     def _num_before_end(self, tokens: list[int]) -> int:
         return next((n for n, token in enumerate(tokens) if token in self._eos), len(tokens))
-
-    def _text(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens[: self._num_before_end(tokens)], skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text.strip()
-
-
-def _end_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the end-of-sequence tokens of the model's generation settings, else that of its tokenizer."""
-    try:
-        own = GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is no such file
-        own = GenerationConfig.from_model_config(config)
-    eos: Any = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
-    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
 def reply_seed(attack: str, number: int) -> int:

@@ -21,7 +21,7 @@ from tba.api import LineageReply, LineageRequest, Prompt, RunInfo, Split, Versio
 from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
-from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
+from tba.wire import Heartbeat, Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
 from tba.wire.rollout import MAX_TOKENS
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 from tests.support.rollout_values import array_bytes
@@ -211,6 +211,21 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
     if mark:
         client.announce_version(VersionRequest(version=str(parent), token=lineage.token))
     return lineage
+
+
+def begin_run(client: BufferClient, num_train: int, num_heldout: int = 0, *, per_prompt: int = 0) -> LineageReply:
+    """Upload prompts, start a trainer, and push so many rollouts of each prompt."""
+    client.upload_prompts(make_prompts(num_train, num_heldout))
+    lineage = start_lineage(client)
+    if per_prompt:
+        client.push(make_payloads([f"train-{i}" for i in range(num_train)], per_prompt=per_prompt))
+    return lineage
+
+
+def make_heartbeat(component_id: str = "searcher-0", kind: str = "searcher", **changes: Any) -> Heartbeat:
+    """A heartbeat of a part that works and waits for nothing."""
+    values = {"run": "test", "state": "running", "version": None, "wait": None, **changes}
+    return Heartbeat(component_id=component_id, kind=kind, **values)
 
 
 def stored_run(client: BufferClient) -> RunInfo:

@@ -28,11 +28,13 @@ READS = (
 )
 
 
-def ask(url: str, path: str, method: str = "GET", body: Any = None) -> tuple[int, bytes]:
+def ask(url: str, path: str, method: str = "GET", body: Any = None, token: str | None = None) -> tuple[int, bytes]:
     """Status and body. A body of bytes is msgpack, a text is JSON as it is."""
     is_msgpack = isinstance(body, bytes)
     data = body if is_msgpack or body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
     headers = {"content-type": "application/msgpack" if is_msgpack else "application/json"}
+    if token is not None:
+        headers["authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url + path, method=method, data=data, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:

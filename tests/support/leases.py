@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from tba.api import EvalReply, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
+from typing import Any
+
+from tba.api import (
+    AckRequest,
+    BatchRequest,
+    EvalReply,
+    EvalRequest,
+    Lease,
+    LeaseReply,
+    LeaseRequest,
+    LineageReply,
+)
 from tba.clients import BufferClient
-from tba.wire import encode_rollout
+from tba.wire import Batch, encode_rollout
 from tests.support.buffer import make_rollout
 
 
@@ -24,3 +35,16 @@ def fulfil(client: BufferClient, lease: Lease, num: int | None = None, searcher_
 def request_eval(client: BufferClient, lineage: LineageReply, version: str = "0-0", num_prompts: int = 3) -> EvalReply:
     """An evaluation as the recipe says; that of `make_recipe` has two samples."""
     return client.request_eval(EvalRequest(version=version, token=lineage.token, num_prompts=num_prompts))
+
+
+def draw(client: BufferClient, lineage: LineageReply, step: int = 1, wait_s: float = 0.0) -> Batch:
+    """The batch of a step."""
+    request = {"lineage": lineage.lineage, "step": step, "token": lineage.token, "wait_s": wait_s}
+    return client.draw_batch(BatchRequest(trainer_id="t", **request))
+
+
+def make_step(client: BufferClient, lineage: LineageReply, step: int = 1, **fields: Any) -> Batch:
+    """Draw the batch of a step and ack it; `fields` are of the ack."""
+    batch = draw(client, lineage, step, wait_s=2.0)
+    client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, **fields))
+    return batch

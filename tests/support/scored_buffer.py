@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tba.clients import BufferClient
-from tba.wire import Rollout, decode_rollout
+from tba.wire import Rollout, decode_rollout, encode_rollout
+from tests.support.buffer import make_prompts
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
 
@@ -20,6 +22,18 @@ def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str
     for name, values in more.items():
         merged[name] = {**merged.get(name, {}), **values}
     return merged
+
+
+def scored_buffer(serve_buffer: ServeBuffer, reward: RewardServer, **more: dict[str, Any]) -> BufferClient:
+    """Serve a buffer that scores with this reward service, and has prompts; return its client."""
+    client = serve_buffer(**sections(reward, **more)).client()
+    client.upload_prompts(make_prompts(4))
+    return client
+
+
+def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
+    """Return the outcome of each rollout."""
+    return [outcome.outcome for outcome in client.push([encode_rollout(rollout) for rollout in rollouts]).outcomes]
 
 
 def stored_rollouts(redis: RedisProcess) -> dict[bytes, Rollout]:

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from tba.api import Stats
 from tba.server.problems import install_problem_handlers
-from tba.wire import Heartbeat, encode_heartbeat, encode_push
-from tests.support.buffer import make_payloads, make_prompts, start_lineage, stored_run
+from tba.wire import encode_heartbeat, encode_push
+from tests.support.buffer import begin_run, make_heartbeat, make_payloads, make_prompts, stored_run
 from tests.support.buffer_fixtures import ServeBuffer
 
 JSON = {"content-type": "application/json"}
@@ -59,8 +59,7 @@ def counts(stats: Stats) -> Stats:
 def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
-    client.upload_prompts(make_prompts(2, 2))
-    token = start_lineage(client).token
+    token = begin_run(client, 2, 2).token
     before = stored_run(client), counts(client.stats())
     wrong = []
     for path, body in BODIES:
@@ -93,9 +92,7 @@ def test_no_endpoint_takes_bytes_that_are_no_document(serve_buffer: ServeBuffer)
 
 
 def test_a_heartbeat_of_another_run_is_refused(serve_buffer: ServeBuffer) -> None:
-    beat = Heartbeat(
-        component_id="s", kind="searcher", run="another", state="running", version=None, wait=None, gauges={}
-    )
+    beat = make_heartbeat(run="another")
     headers = {"content-type": "application/msgpack"}
     url = f"{serve_buffer().url}/v1/heartbeats"
     assert httpx2.post(url, content=encode_heartbeat(beat), headers=headers, timeout=60).status_code == 409

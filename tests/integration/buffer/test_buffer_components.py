@@ -15,30 +15,23 @@ from redis import Redis
 from tba_buffer.run.components import MAX_NAMES, OTHER_NAMES
 from tba_buffer.storage.keys import Keys
 
-from tba.api import BatchRequest, ComponentInfo, RunCommand
+from tba.api import ComponentInfo, RunCommand
 from tba.clients import BufferClient
 from tba.errors import BusyError, ConflictError, RunFailedError, UnauthorizedError
-from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, Wait, encode_heartbeat
+from tba.wire import STARTED_AT_S, WAITED_S, Wait, encode_heartbeat
 from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.answering import answering
-from tests.support.buffer import start_lineage
+from tests.support.buffer import make_heartbeat, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later
 from tests.support.buffer_reads import ask
+from tests.support.leases import draw
 from tests.support.metrics import metrics_of, values
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
 
 def beat(client: BufferClient, component_id: str, kind: str, *, state: str = "at-work", **fields: object) -> None:
-    client.heartbeat(
-        Heartbeat(
-            component_id=component_id,
-            kind=kind,
-            state=state,
-            version=None,
-            **{"run": "test", "wait": None, **fields},  # pyright: ignore[reportArgumentType]
-        )
-    )
+    client.heartbeat(make_heartbeat(component_id, kind, state=state, **fields))
 
 
 def trainer_waited(client: BufferClient, trainer: str, started_at_s: float, **waited_s: float) -> None:
@@ -147,6 +140,7 @@ def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer)
     assert (wait.name, wait.for_s >= 3.0, wait.deadline_in_s <= 60.0) == ("no-version", True, True)
     assert [(item.owner, item.kind, item.name) for item in client.run().waits] == [("s-1", "searcher", "no-version")]
     assert values(buffer.url, "tba_component_wait_seconds")[("searcher", "no-version")] >= 3.0
+    assert values(buffer.url, "tba_waits")[("no-version",)] == 1
     later(client, 1001.0)
     assert not component(client, "searcher").alive, "silence is noticed"
     assert component(client, "searcher").wait is None
@@ -178,16 +172,15 @@ def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer)
     buffer = serve_buffer()
     client = buffer.client()
     lineage = start_lineage(client)
-    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token, wait_s=60)
     answers: list[BaseException] = []
 
-    def draw() -> None:
+    def wait_for_batch() -> None:
         try:
-            buffer.client().draw_batch(request)
+            draw(buffer.client(), lineage, wait_s=60)
         except Exception as error:
             answers.append(error)
 
-    thread = threading.Thread(target=draw, daemon=True)
+    thread = threading.Thread(target=wait_for_batch, daemon=True)
     thread.start()
     (wait,) = until("the draw is held", lambda: client.run().waits)
     assert (wait.owner, wait.kind, wait.name) == ("t", "trainer", "rollouts")
@@ -269,7 +262,7 @@ def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_tex
         assert info.last_change is not None
         assert (info.last_change.role, info.last_change.command) == ("buffer", "fail")
         with pytest.raises(RunFailedError, match="the run has failed"):
-            client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token))
+            draw(client, lineage)
         num_asked = len(asked)
         until("it was asked again", lambda: len(asked) > num_asked + 3)
         assert len(client.run_changes().changes) == 1, "said once"
@@ -326,10 +319,8 @@ def raw_beat(
     buffer: BufferThread, component_id: str, *, kind: str = "searcher", num_gauges: int = 2
 ) -> tuple[int, bytes]:
     gauges = {f"gauge-{i:03d}-{'x' * 20}": 0.5 for i in range(num_gauges)}
-    message = Heartbeat(
-        component_id=component_id, kind=kind, run="test", state="running", version=None, wait=None, gauges=gauges
-    )
-    return ask(buffer.url, "/v1/heartbeats", "POST", encode_heartbeat(message))
+    message = encode_heartbeat(make_heartbeat(component_id, kind, gauges=gauges))
+    return ask(buffer.url, "/v1/heartbeats", "POST", message)
 
 
 def shown(client: BufferClient) -> set[str]:
@@ -358,9 +349,7 @@ def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuff
     buffer = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 2, "HEARTBEAT_TIMEOUT_S": 1000.0})
     client = buffer.client()
     for component_id, state in (("s-0", "running"), ("s-1", "ended")):
-        client.heartbeat(
-            Heartbeat(component_id=component_id, kind="searcher", run="test", state=state, version=None, wait=None)
-        )
+        beat(client, component_id, "searcher", state=state)
     assert raw_beat(buffer, "s-2")[0] == 204
     assert shown(client) == {"s-0", "s-2"}
 

@@ -16,29 +16,21 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.keys import Keys
 
-from tba.api import AckRequest, BatchRequest, LineageReply
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import START, PolicyVersion
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer import begin_run, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import ask
+from tests.support.leases import make_step
 from tests.support.redis_process import RedisProcess
 
 KEYS = Keys("test")
 
 
-def make_step(client: BufferClient, lineage: LineageReply, step: int, metrics: dict[str, float | None]) -> None:
-    wanted = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=2)
-    batch_id = client.draw_batch(wanted).batch_id
-    client.ack(batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, metrics=metrics))
-
-
 def filled(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
     client = serve_buffer(**sections).client()
-    client.upload_prompts(make_prompts(4))
-    start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(4)]))
+    begin_run(client, 4, per_prompt=4)
     return client
 
 
@@ -65,15 +57,15 @@ def test_a_step_is_in_the_curves_as_soon_as_it_is_acked(serve_buffer: ServeBuffe
     first = start_lineage(client)
     before = client.curves()
     assert (before.names, before.num_steps, before.steps, before.values) == ([], 0, [], {})
-    make_step(client, first, 1, {"loss": 0.5, "reward": None})
-    make_step(client, first, 2, {"loss": 0.25, "grad_norm": 7})
+    make_step(client, first, 1, metrics={"loss": 0.5, "reward": None})
+    make_step(client, first, 2, metrics={"loss": 0.25, "grad_norm": 7})
     found = client.curves()
     assert found.names == ["loss", "reward", "grad_norm"]
     assert (found.num_steps, found.num_steps_per_point, found.num_abandoned) == (2, 1, 0)
     assert (found.first_steps, found.steps) == ([1, 2], [1, 2])
     assert found.values == {"loss": [0.5, 0.25], "reward": [None, None], "grad_norm": [None, 7.0]}
     assert found.at_s == [entry.acked_at_s for entry in client.ledger().entries if entry.kind == "batch"]
-    make_step(client, first, 3, {"loss": 0.125})
+    make_step(client, first, 3, metrics={"loss": 0.125})
     assert client.curves(names=["loss", "unknown"], from_step=2).values == {
         "loss": [0.25, 0.125],
         "unknown": [None, None],
@@ -87,7 +79,7 @@ def test_the_summary_takes_no_mix_of_temperatures_for_old_data(
     serve_buffer: ServeBuffer, mix: dict[str, float] | None
 ) -> None:
     client = filled(serve_buffer, searcher={"temperature_mix": mix})
-    make_step(client, start_lineage(client), 1, {"ess": 0.01})
+    make_step(client, start_lineage(client), 1, metrics={"ess": 0.01})
     assert ("effective sample size is 0.01" in (client.summary().advice or "")) == (mix is None)
 
 
@@ -95,11 +87,11 @@ def test_a_resume_takes_abandoned_steps_out_that_were_shown_before(serve_buffer:
     client = filled(serve_buffer)
     first = start_lineage(client)
     for step in (1, 2, 3):
-        make_step(client, first, step, {"loss": float(step)})
+        make_step(client, first, step, metrics={"loss": float(step)})
     assert client.curves().values["loss"] == [1.0, 2.0, 3.0]
     second = start_lineage(client, PolicyVersion(first.lineage, 1))
     assert (client.curves().steps, client.curves().num_abandoned) == ([1], 2)
-    make_step(client, second, 2, {"loss": 20.0})
+    make_step(client, second, 2, metrics={"loss": 20.0})
     found = client.curves()
     assert (found.steps, found.values["loss"], found.num_abandoned) == ([1, 2], [1.0, 20.0], 2)
     start_lineage(client, START)

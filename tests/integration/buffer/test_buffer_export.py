@@ -18,13 +18,13 @@ import pytest
 from redis import Redis
 from tba_buffer.rollouts import parquet
 
-from tba.api import BatchRequest
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, NotFoundError, NotInstalledError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.leases import draw
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
@@ -36,8 +36,7 @@ def served(serve_buffer: ServeBuffer) -> BufferThread:
     """A buffer with 12 plain rollouts and one that has everything."""
     served = serve_buffer()
     client = served.client()
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 4)
     client.push(make_payloads(["train-0", "train-1", "train-2"]))
     full = make_rollout(
         "train-3",
@@ -54,7 +53,7 @@ def served(serve_buffer: ServeBuffer) -> BufferThread:
     )
     client.push([encode_rollout(full)])
     client.push([encode_rollout(make_rollout("train-0", reward=None))])
-    client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token, wait_s=2))
+    draw(client, lineage, wait_s=2)
     return served
 
 

@@ -12,7 +12,6 @@ import pytest
 from tba_buffer.prompts.leases import MAX_HELD
 
 from tba.api import (
-    BatchRequest,
     EvalRequest,
     LeaseReply,
     LeaseRequest,
@@ -24,9 +23,9 @@ from tba.api import (
 from tba.clients import BufferClient
 from tba.versions import PolicyVersion
 from tba.wire import encode_rollout
-from tests.support.buffer import make_prompts, make_rollout, start_lineage
+from tests.support.buffer import begin_run, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
-from tests.support.leases import fulfil, lease, request_eval
+from tests.support.leases import draw, fulfil, lease, request_eval
 from tests.support.metrics import values
 from tests.support.waits import until
 
@@ -45,18 +44,11 @@ def hold(buffer: BufferThread, *, searcher_id: str = "s2", min_leases: int = 1, 
 
 def fill(client: BufferClient) -> LineageReply:
     """Begin a run, and use up its room: four visits, which are fulfilled."""
-    client.upload_prompts(make_prompts(40, 4))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 40, 4)
     for item in lease(client, 20).leases:
         fulfil(client, item)
     assert lease(client).wait == "trainer-ahead"
     return lineage
-
-
-def draw(client: BufferClient, lineage: LineageReply, step: int) -> None:
-    client.draw_batch(
-        BatchRequest(trainer_id="trainer", token=lineage.token, lineage=lineage.lineage, step=step, wait_s=1.0)
-    )
 
 
 def until_held(buffer: BufferThread, num_requests: int) -> None:
@@ -163,8 +155,7 @@ def test_a_held_request_gets_an_evaluation(serve_buffer: ServeBuffer) -> None:
 def test_a_held_request_gets_what_another_searcher_returns(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling=FLOW)
     client = buffer.client()
-    client.upload_prompts(make_prompts(40))
-    start_lineage(client)
+    begin_run(client, 40)
     held = [item.lease_id for item in lease(client, 20).leases]
     back = LeaseReturn(searcher_id="s1", lease_ids=held[:1])
     assert len(answer_after(buffer, lambda: client.return_leases(back)).leases) == 1
@@ -225,8 +216,7 @@ def test_leases_of_a_dead_searcher_expire_where_they_fill_the_room(serve_buffer:
     """Else the trainer would wait for rollouts, and every searcher for the trainer, for ever."""
     buffer = serve_buffer(sampling=FLOW, buffer={"lease_s": 1.0})
     client = buffer.client()
-    client.upload_prompts(make_prompts(40))
-    start_lineage(client)
+    begin_run(client, 40)
     held = {item.visit_id for item in lease(client, 20).leases}
     deadline = time.monotonic() + WAIT_S
     found = set[str]()
@@ -255,8 +245,7 @@ def test_units_of_a_dead_searcher_expire_where_there_is_no_room(serve_buffer: Se
 def test_a_repeated_request_gets_the_leases_that_took_all_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
     buffer = serve_buffer(sampling=FLOW)
     client = buffer.client()
-    client.upload_prompts(make_prompts(40))
-    start_lineage(client)
+    begin_run(client, 40)
     request = LeaseRequest(searcher_id="s1", max_leases=20, min_leases=2, wait_s=wait_s, known_version="0-0")
     first = client.lease(request)
     assert len(first.leases) == 4
@@ -282,8 +271,7 @@ def test_with_a_lag_searchers_are_told_of_an_older_version_and_evaluations_are_o
     serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer(sampling={"lag_steps": 3}, trainer={"sync_interval": 2}).client()
-    client.upload_prompts(make_prompts(20, 3))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 20, 3)
 
     def told_after(step: int) -> str | None:
         client.announce_version(VersionRequest(version=f"{lineage.lineage}-{step}", token=lineage.token))

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tba.errors import ConfigError
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.certificates import make_certificate
+from tests.support.metrics import values
 from tests.support.waits import until
 
 NAME, NAMESPACE = "demo-searcher", "rl"
@@ -33,31 +33,28 @@ MESSAGES = {
 }
 
 
-@dataclass
-class KubernetesApi:
+class KubernetesApi(ThreadingHTTPServer):
     """The server. Attributes may be changed while it serves."""
 
-    folder: Path
-    replicas: int = 1
-    token: str = "first-token"
-    status: int = 200
+    daemon_threads, block_on_close = True, False
+    replicas, token = 1, "first-token"
+    status = 200
     """Other than 200: every call is refused with it."""
     body: bytes | None = None
     """Sent instead of the right answer."""
-    hang_s: float = 0.0
+    hang_s = 0.0
     """Duration of every answer."""
-    calls: list[tuple[str, str, Any]] = field(default_factory=list)
-    """(method, content type, body) of every call that was let in."""
 
-    def __post_init__(self) -> None:
-        certificate, key = make_certificate(self.folder)
+    def __init__(self, folder: Path) -> None:
+        certificate, key = make_certificate(folder)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
-        self._server = _Server(("127.0.0.1", 0), _handler(self))
-        self._server.socket = context.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
-        self.port = self._server.server_port
-        self.is_closed = False
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.folder, self.is_closed = folder, False
+        self.calls: list[tuple[str, str, Any]] = []
+        """(method, content type, body) of every call that was let in."""
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def make_account(self, folder: Path) -> Path:
         """A folder as Kubernetes mounts it for a service account."""
@@ -75,70 +72,50 @@ class KubernetesApi:
     def close(self) -> None:
         """Stop serving: new connections are refused, and old ones end with their next call."""
         self.is_closed = True
-        self._server.shutdown()
-        self._server.server_close()
-
-    def answer(self, method: str, path: str, token: str, content_type: str, body: Any) -> tuple[int, bytes]:
-        """Status and document of the answer to one call."""
-        time.sleep(self.hang_s)
-        if token != f"Bearer {self.token}":
-            return 401, _refusal(401)
-        self.calls.append((method, content_type, body))
-        if self.body is not None:
-            return 200, self.body
-        if self.status != 200 or path != PATH:
-            return self.status, _refusal(self.status)
-        if method == "PATCH":
-            self.replicas = body["spec"]["replicas"]
-        # the API leaves a number of 0 out
-        spec = {"replicas": self.replicas} if self.replicas else {}
-        scale = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": {"name": NAME}, "spec": spec}
-        return 200, json.dumps(scale).encode()
-
-
-def _refusal(status: int) -> bytes:
-    message = MESSAGES.get(status, f'deployments.apps "{NAME}" not found')
-    return json.dumps({"kind": "Status", "apiVersion": "v1", "message": message, "code": status}).encode()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up, or does not trust the certificate, is part of the tests."""
 
 
-def _handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class Handler(BaseHTTPRequestHandler):
+    server: KubernetesApi
+    protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._serve("GET")
+    def do_GET(self) -> None:
+        api, method = self.server, self.command
+        if api.is_closed:
+            raise ConnectionAbortedError
+        length = int(self.headers.get("content-length") or 0)
+        body: Any = json.loads(self.rfile.read(length)) if length else None
+        time.sleep(api.hang_s)
+        is_known = self.headers.get("authorization", "") == f"Bearer {api.token}"
+        status = 401 if not is_known else api.status if self.path.partition("?")[0] == PATH else 404
+        if is_known:
+            api.calls.append((method, self.headers.get("content-type", ""), body))
+        if status == 200 and method == "PATCH" and api.body is None:
+            api.replicas = body["spec"]["replicas"]
+        # the API leaves a number of 0 out
+        spec = {"replicas": api.replicas} if api.replicas else {}
+        document = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": {"name": NAME}, "spec": spec}
+        if status != 200:
+            message = MESSAGES.get(status, f'deployments.apps "{NAME}" not found')
+            document = {"kind": "Status", "apiVersion": "v1", "message": message, "code": status}
+        raw = json.dumps(document).encode() if api.body is None else api.body
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
 
-        def do_PATCH(self) -> None:
-            self._serve("PATCH")
+    do_PATCH = do_GET
 
-        def _serve(self, method: str) -> None:
-            if api.is_closed:
-                raise ConnectionAbortedError
-            length = int(self.headers.get("content-length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            token, content_type = self.headers.get("authorization", ""), self.headers.get("content-type", "")
-            status, document = api.answer(method, self.path.partition("?")[0], token, content_type, body)
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(document)))
-            self.end_headers()
-            self.wfile.write(document)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
-RECONCILE_S = 0.05
+Serve = Callable[..., BufferThread]
 
 
 @pytest.fixture
@@ -146,28 +123,18 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
     api = KubernetesApi(tmp_path / "api")
     monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", api.make_account(tmp_path / "account"))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_port))
     yield api
     api.close()
 
 
 @pytest.fixture
-def serve(
-    api: KubernetesApi, serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., BufferThread]:
-    monkeypatch.setattr(scaling, "RECONCILE_S", RECONCILE_S)
-
-    def serve(**scaling: Any) -> BufferThread:
-        section = {"backend": "kubernetes", "deployment": NAME, **scaling}
-        return serve_buffer(scaling=section)
+def serve(api: KubernetesApi, serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    def serve(every_s: float = 0.05, **section: Any) -> BufferThread:
+        monkeypatch.setattr(scaling, "RECONCILE_S", every_s)
+        return serve_buffer(scaling={"backend": "kubernetes", "deployment": NAME, **section})
 
     return serve
-
-
-@pytest.fixture
-def one_round(serve: Callable[..., BufferThread], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the replicas once, at the start of a buffer."""
-    monkeypatch.setattr(scaling, "RECONCILE_S", 3600.0)
 
 
 def scale(client: BufferClient, num: int | None) -> SearchersInfo:
@@ -180,9 +147,7 @@ def shown(client: BufferClient) -> SearchersInfo:
     return searchers
 
 
-def test_an_operator_scales_up_and_down_and_what_others_set_is_set_again(
-    api: KubernetesApi, serve: Callable[..., BufferThread]
-) -> None:
+def test_an_operator_scales_up_and_down_and_what_others_set_is_set_again(api: KubernetesApi, serve: Serve) -> None:
     api.replicas = 1  # the default of Kubernetes for a Deployment that names none
     client = serve(num_searchers=2).client()
     until("the chart's number is set", lambda: api.replicas == 2)
@@ -200,9 +165,7 @@ def test_an_operator_scales_up_and_down_and_what_others_set_is_set_again(
     assert {kind for method, kind in kinds if method == "PATCH"} == {"application/strategic-merge-patch+json"}
 
 
-def test_what_an_operator_wants_survives_a_restart_of_the_buffer(
-    api: KubernetesApi, serve: Callable[..., BufferThread]
-) -> None:
+def test_what_an_operator_wants_survives_a_restart_of_the_buffer(api: KubernetesApi, serve: Serve) -> None:
     first = serve()
     scale(first.client(), 3)
     first.stop()
@@ -214,7 +177,7 @@ def test_what_an_operator_wants_survives_a_restart_of_the_buffer(
 
 @pytest.mark.parametrize("asked", [None, 4])
 def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_continues(
-    api: KubernetesApi, serve: Callable[..., BufferThread], asked: int | None
+    api: KubernetesApi, serve: Serve, asked: int | None
 ) -> None:
     api.replicas = 2
     client = serve().client()
@@ -235,9 +198,7 @@ def test_a_run_that_is_over_needs_no_searchers_and_gets_them_back_when_it_contin
     until("the note is gone", lambda: shown(client).note is None)
 
 
-def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(
-    api: KubernetesApi, serve: Callable[..., BufferThread]
-) -> None:
+def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(api: KubernetesApi, serve: Serve) -> None:
     api.replicas = 2
     client = serve(scale_down_on_run_end=False).client()
     lineage = start_lineage(client)
@@ -249,85 +210,59 @@ def test_a_deployment_is_left_alone_when_it_is_not_to_be_released(
 
 
 @pytest.mark.parametrize(
-    ("status", "words"),
+    ("spoilt", "reason", "words"),
     [
-        (401, ["token of the buffer's service account", "401"]),
-        (403, ["403: deployments.apps", "Role with get and patch on deployments/scale"]),
-        (404, [f"of Deployment {NAME!r} in namespace {NAMESPACE!r}", "check scaling.deployment"]),
-        (500, ["refused to read", "500: etcdserver: request timed out"]),
+        ({"status": 401}, "401", ["token of the buffer's service account", "401"]),
+        ({"status": 403}, "403", ["403: deployments.apps", "Role with get and patch on deployments/scale"]),
+        ({"status": 404}, "404", [f"of Deployment {NAME!r} in namespace {NAMESPACE!r}", "check scaling.deployment"]),
+        ({"status": 500}, "500", ["refused to read", "500: etcdserver: request timed out"]),
+        ({"body": b"<html>a proxy says hello</html>"}, "bad-answer", ["gave an answer that cannot be read"]),
+        ({"hang_s": 1.0}, "unreachable", ["cannot be reached within 3 s (connection) and 0.2 s (answer)"]),
     ],
 )
-def test_every_refusal_is_told_counted_and_outlived(
-    api: KubernetesApi, serve: Callable[..., BufferThread], status: int, words: list[str]
+def test_every_failure_is_told_counted_and_outlived(
+    api: KubernetesApi,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    spoilt: dict[str, Any],
+    reason: str,
+    words: list[str],
 ) -> None:
-    api.status = status
+    if "hang_s" in spoilt:
+        monkeypatch.setattr(kubernetes, "READ_S", 0.2)
+    vars(api).update(spoilt)
     served = serve()
     client = served.client()
-    note = scale(client, 3).note
-    assert note is not None
+    note = scale(client, 3).note or ""
     assert [word for word in words if word not in note] == []
     assert shown(client).note == note
-    assert failures(served, str(status)) >= 1
-    api.status = 200
+    assert values(served.url, "tba_scaling_failures_total")[(reason,)] >= 1
+    vars(api).update(status=200, body=None, hang_s=0.0)
     until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
 
 
-def failures(served: BufferThread, reason: str) -> float:
-    """`tba_scaling_failures_total` of one reason."""
-    import urllib.request
-
-    with urllib.request.urlopen(f"{served.url}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    wanted = f'tba_scaling_failures_total{{reason="{reason}"}} '
-    return next((float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted)), 0.0)
-
-
-def test_an_api_that_hangs_delays_the_answer_by_no_more_than_its_deadline(
-    api: KubernetesApi, serve: Callable[..., BufferThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kubernetes, "READ_S", 0.2)
-    api.hang_s = 1.0
+def test_an_api_that_is_gone_is_missed(api: KubernetesApi, serve: Serve) -> None:
     client = serve().client()
-    note = scale(client, 3).note
-    assert note is not None
-    assert "cannot be reached within 3 s (connection) and 0.2 s (answer)" in note
-    api.hang_s = 0.0
-    until("it works again", lambda: api.replicas == 3)
-
-
-def test_an_api_that_is_gone_or_is_none_is_told(api: KubernetesApi, serve: Callable[..., BufferThread]) -> None:
-    client = serve().client()
-    api.body = b"<html>a proxy says hello</html>"
-    note = scale(client, 3).note
-    assert note is not None
-    assert "gave an answer that cannot be read" in note
-    api.body = None
-    until("it works again", lambda: api.replicas == 3 and shown(client).note is None)
+    assert scale(client, 3).note is None
     api.close()
     # the first call finds the old connection cut, every later one a closed port
     until("it is missed", lambda: re.search(r"cannot be reached .*Connection refused", shown(client).note or ""))
 
 
-def test_a_certificate_of_somebody_else_is_not_trusted(
-    api: KubernetesApi, serve: Callable[..., BufferThread], tmp_path: Path
-) -> None:
+def test_a_certificate_of_somebody_else_is_not_trusted(api: KubernetesApi, serve: Serve, tmp_path: Path) -> None:
     certificate, _ = make_certificate(tmp_path / "stranger")
     ours = kubernetes.SERVICE_ACCOUNT / "ca.crt"
     right = ours.read_bytes()
     ours.write_bytes(certificate.read_bytes())
     client = serve().client()
-    note = scale(client, 3).note
-    assert note is not None
-    assert "certificate verify failed" in note
+    assert "certificate verify failed" in (scale(client, 3).note or "")
     assert api.calls == []  # not even the token was shown
     ours.write_bytes(right)  # the authority was renewed
     until("it works again", lambda: api.replicas == 3)
 
 
-def test_a_renewed_token_is_used_at_once(
-    api: KubernetesApi, serve: Callable[..., BufferThread], one_round: None
-) -> None:
-    client = serve().client()
+def test_a_renewed_token_is_used_at_once(api: KubernetesApi, serve: Serve) -> None:
+    client = serve(every_s=3600.0).client()
     assert scale(client, 2).note is None
     api.token = "second-token"
     assert "is not accepted" in (scale(client, 3).note or "")
@@ -348,11 +283,7 @@ def test_a_renewed_token_is_used_at_once(
     ],
 )
 def test_a_buffer_that_cannot_scale_says_so_at_the_start(
-    api: KubernetesApi,
-    serve: Callable[..., BufferThread],
-    monkeypatch: pytest.MonkeyPatch,
-    spoil: str,
-    words: str,
+    api: KubernetesApi, serve: Serve, monkeypatch: pytest.MonkeyPatch, spoil: str, words: str
 ) -> None:
     if spoil == "environ":
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
@@ -365,6 +296,6 @@ def test_a_buffer_that_cannot_scale_says_so_at_the_start(
     assert words in str(caught.value)
 
 
-def test_a_number_above_the_most_is_refused_at_the_start(serve: Callable[..., BufferThread]) -> None:
+def test_a_number_above_the_most_is_refused_at_the_start(serve: Serve) -> None:
     with pytest.raises(ConfigError, match=r"num_searchers is 9, above max_searchers 8; raise that one too"):
         serve(num_searchers=9, max_searchers=8)

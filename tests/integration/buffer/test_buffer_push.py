@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 import urllib.error
@@ -14,11 +12,11 @@ import pytest
 
 from tba.api import BatchRequest, LeaseRequest, PushReply
 from tba.clients import BufferClient
-from tba.errors import BadRequestError, BusyError, UnavailableError
+from tba.errors import BusyError, UnavailableError
 from tba.versions import PolicyVersion
-from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_push, encode_rollout
+from tba.wire import MAX_ROLLOUTS_PER_PUSH, encode_rollout
 from tba.wire.codec import pack
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import DEADLINE_S
@@ -60,8 +58,7 @@ def test_an_id_that_occurs_twice_in_one_push_is_stored_once(serve_buffer: ServeB
 
 def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"rollouts_per_visit": 1}).client()
-    client.upload_prompts(make_prompts(600))
-    start_lineage(client)
+    begin_run(client, 600)
     leases = [lease for _ in range(8) for lease in client.lease(LeaseRequest(searcher_id="s", max_leases=64)).leases]
     assert len(leases) == MAX_ROLLOUTS_PER_PUSH
     payloads = [
@@ -72,24 +69,6 @@ def test_a_push_of_the_largest_number_of_rollouts_with_a_visit_each(serve_buffer
     assert outcomes(client.push(payloads)) == ["duplicate"] * MAX_ROLLOUTS_PER_PUSH
     stats = client.stats()
     assert (stats.num_rollouts, stats.leases["fulfilled"], stats.leases["open"]) == (512, 512, 0)
-
-
-def test_a_late_repetition_of_a_push_that_was_scored_again_is_a_duplicate(
-    serve_buffer: ServeBuffer, redis: RedisProcess
-) -> None:
-    """score.lua replaces the bytes and keeps the digest of what was pushed."""
-    from redis import Redis as Client
-
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(1))
-    rollout = make_rollout()
-    pushed, rescored = encode_rollout(rollout), encode_rollout(rollout.with_reward(3.0, "addition-2"))
-    client.push([pushed])
-    with Client.from_url(redis.url) as admin:
-        admin.hset("tba:test:payloads", rollout.rollout_id, rescored)  # type: ignore[arg-type]
-        admin.hset("tba:test:originals", rollout.rollout_id, hashlib.sha1(pushed).hexdigest())  # type: ignore[arg-type]
-    assert outcomes(client.push([pushed, rescored])) == ["duplicate", "duplicate"]
-    assert outcomes(client.push([encode_rollout(rollout.with_reward(4.0, "addition-1"))])) == ["refused"]
 
 
 def test_many_searchers_pushing_the_same_rollouts_at_once_store_each_once(serve_buffer: ServeBuffer) -> None:
@@ -167,38 +146,10 @@ def test_a_rollout_that_no_searcher_of_the_recipe_makes_is_too_long(serve_buffer
     assert stats.refused == {"too-long": 3}
 
 
-def test_a_rollout_of_a_known_lineage_is_accepted(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(1))
-    lineage = start_lineage(client)
-    version = PolicyVersion(lineage.lineage, 12)
-    reply = client.push([encode_rollout(make_rollout(version=version))])
-    assert outcomes(reply) == ["new"]
-    assert reply.latest_version == "0-0"
-
-
-def test_a_body_that_is_no_push_or_is_too_large_is_refused_whole(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"max_body_bytes": 4096}).client()
-    client.upload_prompts(make_prompts(1))
-    for body, status in ((b"junk", 422), (encode_push([]), 413), (b"x" * 5000, 413)):
-        request = urllib.request.Request(
-            client.base_url + "/v1/rollouts", body, {"content-type": "application/msgpack"}
-        )
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request)
-        with caught.value as response:
-            problem = json.loads(response.read())
-        assert (response.status, problem["status"]) == (status, status)
-    with pytest.raises(BadRequestError):
-        client.push([encode_rollout(make_rollout(num_tokens=1500))])
-    assert client.stats().num_rollouts == 0
-
-
 def test_the_oldest_rollouts_are_evicted_beyond_the_bound(serve_buffer: ServeBuffer) -> None:
     sections = {"buffer": {"max_rollouts": 20}}
     client = serve_buffer(**sections).client()
-    client.upload_prompts(make_prompts(10))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 10)
     for i in range(10):
         assert outcomes(client.push(make_payloads([f"train-{i}"], per_prompt=7))) == ["new"] * 7
     stats = client.stats()
@@ -264,8 +215,7 @@ def wait_for_push(client: BufferClient, *, accepted: bool) -> str | None:
 
 def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 4)
     pending = [encode_rollout(make_rollout(f"train-{i % 4}", reward=None)) for i in range(16)]
     failed = [
         encode_rollout(make_rollout("train-0", reward=None, reward_status="failed", reward_reason=reason))

@@ -18,7 +18,7 @@ from tests.support.buffer import make_prompts, make_rollout, start_lineage, star
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
-from tests.support.scored_buffer import counters, sections, statuses, stored_rollouts
+from tests.support.scored_buffer import counters, push, scored_buffer, sections, statuses, stored_rollouts
 from tests.support.waits import until
 
 ALL = RescoreRequest()
@@ -28,10 +28,6 @@ def make_many(num: int, **changes: Any) -> list[Rollout]:
     return [make_rollout(f"train-{i % 4}", reward=float(i), **changes) for i in range(num)]
 
 
-def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
-    return [outcome.outcome for outcome in client.push([encode_rollout(rollout) for rollout in rollouts]).outcomes]
-
-
 def finished(client: BufferClient) -> RescoreInfo:
     job = until("the job ends", lambda: next((j for j in [client.rescore()] if j.state != "running"), None))
     assert job is not None
@@ -39,8 +35,7 @@ def finished(client: BufferClient) -> RescoreInfo:
 
 
 def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: dict[str, Any]) -> BufferClient:
-    client = serve_buffer(**sections(reward, **more)).client()
-    client.upload_prompts(make_prompts(4))
+    client = scored_buffer(serve_buffer, reward, **more)
     push(client, make_many(num))
     return client
 
@@ -137,8 +132,7 @@ def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, rewar
 def test_a_failed_rollout_that_gets_its_first_reward_counts_as_scored_once(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(4))
+    client = scored_buffer(serve_buffer, reward)
     failed = make_rollout("train-0", reward=None, reward_status="failed", reward_reason="timeout: x")
     push(client, [failed, make_rollout("train-1", reward=1.0)])
     for score, expected in [(10.0, (2, 0, 0)), ("exception", (0, 0, 2)), (11.0, (2, 0, 0))]:
@@ -268,8 +262,7 @@ def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_o
     serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
     reward.leave()
-    client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 4})).client()
-    client.upload_prompts(make_prompts(4))
+    client = scored_buffer(serve_buffer, reward, buffer={"SCORE_MAX_ROLLOUTS": 4})
     push(client, make_many(6))
     push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
     assert client.start_rescore(RescoreRequest(only="scored")).num_total == 6
@@ -277,21 +270,6 @@ def test_pending_rollouts_that_become_scored_meanwhile_join_a_job_about_scored_o
     job = finished(client)
     assert (job.num_total, job.num_done, job.num_gone) == (11, 11, 0)
     assert statuses(client) == (11, 0, 0)
-
-
-def test_a_job_about_pending_rollouts_counts_them(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
-    reward.leave()
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(4))
-    push(client, [make_rollout("train-0", reward=None) for _ in range(5)])
-    assert client.start_rescore(RescoreRequest(only="pending")).num_total == 5
-    push(client, [make_rollout("train-1", reward=None) for _ in range(3)])
-    reward.come_back()
-    job = finished(client)
-    # the buffer scores pending ones by itself as well: those that it reaches before the job are gone
-    assert job.num_done + job.num_gone == job.num_total == 5
-    assert (job.num_changed, job.num_known_before) == (job.num_done, 0)
-    until("the younger ones, too", lambda: statuses(client) == (8, 0, 0))
 
 
 @pytest.mark.parametrize("victim", ["buffer", "redis"])

@@ -10,7 +10,6 @@ from tba_buffer.run import rollback
 
 from tba.api import (
     AckRequest,
-    BatchRequest,
     CheckpointRequest,
     LineageReply,
     LineageRequest,
@@ -24,8 +23,9 @@ from tba.store import FileStore, ObjectStore
 from tba.versions import PolicyVersion
 from tba.weights import checkpoint_prefix
 from tba_cli.main import main
-from tests.support.buffer import make_payloads, make_prompts, start_lineage
+from tests.support.buffer import begin_run
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.leases import draw, make_step
 from tests.support.waits import until
 
 MANIFEST = b"{}"
@@ -41,21 +41,9 @@ def serve(serve_buffer: ServeBuffer, folder: Path) -> BufferThread:
     return serve_buffer(store={"url": f"file://{folder}"})
 
 
-def draw(client: BufferClient, lineage: LineageReply, step: int, wait_s: float = 0.0) -> str:
-    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
-    return client.draw_batch(request).batch_id
-
-
 def train(client: BufferClient, lineage: LineageReply, steps: range) -> None:
     for step in steps:
-        client.ack(draw(client, lineage, step), AckRequest(lineage=lineage.lineage, step=step, token=lineage.token))
-
-
-def begun(client: BufferClient) -> LineageReply:
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
-    return lineage
+        make_step(client, lineage, step)
 
 
 def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_obeys_it(
@@ -63,7 +51,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
 ) -> None:
     served = serve(serve_buffer, tmp_path)
     client = served.client()
-    lineage = begun(client)
+    lineage = begin_run(client, 8, per_prompt=6)
     with pytest.raises(ConflictError, match=r"step 9; there is none so far \(trainer.checkpoint_interval"):
         client.rollback(RollbackRequest(step=9))
     train(client, lineage, range(1, 5))
@@ -73,7 +61,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     assert client.checkpoints() == ["1-4", "1-2"]  # 7-1 is of no lineage that this one descends from
     with pytest.raises(ConflictError, match="is at or before step 1; there are 1-4, 1-2 "):
         client.rollback(RollbackRequest(step=1))
-    batch = draw(client, lineage, 5)
+    batch = draw(client, lineage, 5).batch_id
 
     request = RollbackRequest(step=3, reason="the reward fell")
     waiting = client.rollback(request).rollback
@@ -130,7 +118,7 @@ def test_what_the_trainer_deletes_meanwhile_is_not_asked_for(
     serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = serve(serve_buffer, tmp_path).client()
-    lineage = begun(client)
+    lineage = begin_run(client, 8, per_prompt=6)
     train(client, lineage, range(1, 4))
     write_checkpoints(tmp_path, "1-1", "1-2", "1-3")
     listed = rollback.complete_versions
@@ -151,7 +139,7 @@ def test_a_paused_run_rolls_back_and_stays_paused_and_a_stop_withdraws(
     serve_buffer: ServeBuffer, tmp_path: Path
 ) -> None:
     client = serve(serve_buffer, tmp_path).client()
-    lineage = begun(client)
+    lineage = begin_run(client, 8, per_prompt=6)
     train(client, lineage, range(1, 3))
     write_checkpoints(tmp_path, "1-1", "1-2")
     client.command("pause", RunCommand())
@@ -211,7 +199,7 @@ def test_the_command_asks_shows_and_explains(
 ) -> None:
     served = serve(serve_buffer, tmp_path)
     client = served.client()
-    train(client, begun(client), range(1, 3))
+    train(client, begin_run(client, 8, per_prompt=6), range(1, 3))
     write_checkpoints(tmp_path, "1-1", "1-2")
 
     def said(*words: str) -> tuple[int, str]:

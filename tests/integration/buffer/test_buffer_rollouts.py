@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from tba.api import AckRequest, BatchRequest, Prompt, RolloutInfo
+from tba.api import Prompt, RolloutInfo
 from tba.clients import BufferClient
 from tba.errors import NotFoundError
 from tba.versions import START, PolicyVersion
 from tba.wire import RefLogprob, Rollout, Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.leases import draw, make_step
 from tests.support.redis_process import RedisProcess
 
 # ---- GET /v1/rollouts over real HTTP: orders, filters, pages that stay right while rollouts come and go, one rollou
@@ -147,12 +148,11 @@ def test_a_damaged_rollout_matches_no_filter_of_its_payload_and_is_shown_without
 def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> None:
     scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "weight": 0.5}]
     client = serve_buffer(reward={"tasks": {"addition": {"scorers": scorers}}}).client()
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 4)
     parts = {"format": 1.0, "exact": 2.0, "older": 3.0}
     client.push(make_payloads([f"train-{i}" for i in range(4)], reward_parts=parts))
     assert {info.num_batches for info in client.list_rollouts().rollouts} == {0}
-    client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token, wait_s=2))
+    draw(client, lineage, wait_s=2)
     for info in client.list_rollouts().rollouts:
         shown = [(part.name, part.score, part.weight) for part in info.reward_parts or []]
         assert shown == [("format", 1.0, 0.0), ("exact", 2.0, 0.5), ("older", 3.0, None)]
@@ -163,8 +163,7 @@ def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> 
 
 def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    client.upload_prompts(make_prompts(1))
-    start_lineage(client)
+    begin_run(client, 1)
     rollout: Rollout = make_rollout(
         num_tokens=5,
         response_text="x" * 2000 + "é",
@@ -192,14 +191,11 @@ def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
 
 def test_policy_age_is_that_of_now(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 4)
     client.push([encode_rollout(make_rollout(f"train-{i}", reward=1.0)) for i in range(4) for _ in range(4)])
     assert client.list_rollouts().rollouts[0].policy_age_steps == 0
     for step in (1, 2):
-        request = BatchRequest(trainer_id="t", lineage=1, step=step, token=lineage.token, wait_s=2)
-        batch_id = client.draw_batch(request).batch_id
-        client.ack(batch_id, AckRequest(lineage=1, step=step, token=lineage.token))
+        make_step(client, lineage, step)
     assert client.list_rollouts().rollouts[0].policy_age_steps == 2
 
 

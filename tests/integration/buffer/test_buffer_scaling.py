@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
@@ -12,10 +10,10 @@ import pytest
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, UnauthorizedError
-from tba.wire import Heartbeat
 from tba_cli.main import main
-from tests.support.buffer import start_lineage
+from tests.support.buffer import make_heartbeat, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.buffer_reads import ask
 
 LOCAL = {"backend": "local", "max_searchers": 8}
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
@@ -26,17 +24,7 @@ def scale(client: BufferClient, num: int | None, **more: Any) -> SearchersInfo:
 
 
 def beat(client: BufferClient, number: int, state: str = "running") -> None:
-    client.heartbeat(
-        Heartbeat(
-            component_id=f"searcher-{number}",
-            kind="searcher",
-            run="test",
-            state=state,
-            version=None,
-            wait=None,
-            gauges={},
-        )
-    )
+    client.heartbeat(make_heartbeat(f"searcher-{number}", state=state))
 
 
 def test_a_number_is_asked_for_and_given_back_and_the_audit_says_who_when_why_and_when_it_was_there(
@@ -122,17 +110,9 @@ def test_impossible_numbers_are_refused_by_name_and_value(
     serve_buffer: ServeBuffer, body: dict[str, Any], words: list[str]
 ) -> None:
     served = serve_buffer(scaling=LOCAL)
-    request = urllib.request.Request(
-        f"{served.url}/v1/run/searchers",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-        method="PATCH",
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request)
-    problem = json.loads(caught.value.read())
-    assert (caught.value.code, caught.value.headers["content-type"]) == (422, "application/problem+json")
-    assert [word for word in words if word not in problem["detail"]] == []
+    status, answer = ask(served.url, "/v1/run/searchers", "PATCH", body)
+    assert status == 422
+    assert [word for word in words if word not in json.loads(answer)["detail"]] == []
     assert served.client().scaling().searchers.revision == 0
 
 
@@ -153,13 +133,11 @@ def test_an_offline_run_gets_no_searchers(serve_buffer: ServeBuffer) -> None:
 
 def test_a_searcher_cannot_say_that_a_trainer_waits(serve_buffer: ServeBuffer) -> None:
     served = serve_buffer(tokens=TOKENS)
-    base = {"component_id": "x", "run": "test", "state": "s", "version": None, "wait": None}
     for role, kind in (("searcher", "trainer"), ("searcher", "reward"), ("trainer", "searcher")):
         with pytest.raises(UnauthorizedError, match=f"role '{role}' sends heartbeats of kind '{role}', not '{kind}'"):
-            served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=kind, **base))  # pyright: ignore[reportArgumentType]
+            served.client(token=TOKENS[role]).heartbeat(make_heartbeat("x", kind))
     for role in ("searcher", "trainer"):
-        base["component_id"] = role
-        served.client(token=TOKENS[role]).heartbeat(Heartbeat(kind=role, **base))  # pyright: ignore[reportArgumentType]
+        served.client(token=TOKENS[role]).heartbeat(make_heartbeat(role, role))
 
 
 def tba(served: BufferThread, *words: str) -> int:

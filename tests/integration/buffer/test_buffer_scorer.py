@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from tba.api import BatchRequest
-from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import Rollout, encode_rollout
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import begin_run, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
-from tests.support.scored_buffer import counters, sections, statuses, stored_rollouts
+from tests.support.scored_buffer import counters, push, scored_buffer, sections, statuses, stored_rollouts
 from tests.support.waits import until
 
 REASON = "the reward service did not answer for 10 s"
@@ -27,16 +26,11 @@ def pending(num: int, prompt_id: str = "train-0", **changes: Any) -> list[Rollou
     return [make_rollout(prompt_id, reward=None, reward_reason=REASON, **changes) for _ in range(num)]
 
 
-def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
-    return [outcome.outcome for outcome in client.push([encode_rollout(rollout) for rollout in rollouts]).outcomes]
-
-
 def test_pending_rollouts_wait_while_the_reward_service_is_away_and_are_scored_when_it_is_back(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.leave()
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(4))
+    client = scored_buffer(serve_buffer, reward)
     lineage = start_lineage(client)
     rollouts = [rollout for i in range(4) for rollout in pending(4, f"train-{i}")]
     assert push(client, rollouts) == ["new"] * 16
@@ -65,8 +59,7 @@ def test_pending_rollouts_wait_while_the_reward_service_is_away_and_are_scored_w
 
 
 def test_the_scorer_asks_what_a_searcher_asks(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     rollout = make_rollout("train-1", reward=None, response_text="so viel: 7", finish_reason="length", task="another")
     push(client, [rollout])
     until("it is asked", lambda: reward.requests)
@@ -98,8 +91,7 @@ def test_a_score_that_is_an_error_makes_the_rollout_failed_with_the_reason_and_n
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer, reason: str
 ) -> None:
     reward.score = lambda item: reason if item["response"] == "broken" else 1.0
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     (broken,) = pending(1, response_text="broken")
     push(client, [*pending(2), broken])
     until("all are done", lambda: statuses(client) == (2, 0, 1))
@@ -115,8 +107,7 @@ def test_a_score_that_is_an_error_makes_the_rollout_failed_with_the_reason_and_n
 
 def test_an_item_that_times_out_once_is_asked_again_and_scored(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "timeout" if len(reward.requests) == 1 else 2.0
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     push(client, pending(3))
     until("all are scored", lambda: statuses(client) == (3, 0, 0))
 
@@ -124,9 +115,7 @@ def test_an_item_that_times_out_once_is_asked_again_and_scored(serve_buffer: Ser
 def test_no_batch_ever_holds_a_rollout_without_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     reward.score = lambda item: "exception" if item["response"] == "broken" else 3.0
     client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 4, "SCORE_EVERY_S": 0.01})).client()
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(4)]))
+    lineage = begin_run(client, 4, per_prompt=4)
     scored, step = 0, 0
     for at in range(30):
         push(client, pending(2, f"train-{at % 4}") + pending(1, f"train-{at % 4}", response_text="broken"))
@@ -148,8 +137,7 @@ def test_requests_are_cut_until_the_service_takes_them_and_one_that_is_refused_a
         return 413, {"type": "urn:tba:too-large", "title": "", "status": 413, "detail": "the limit is 100"}
 
     reward.refusal = refuse
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     (large,) = pending(1, response_text="x" * 200)
     push(client, [*pending(5, response_text="y" * 30), large, *pending(2, response_text="y" * 30)])
     until("all are done", lambda: statuses(client) == (7, 0, 1))
@@ -161,8 +149,7 @@ def test_a_busy_reward_service_is_waited_for_under_the_name_that_it_gives(
 ) -> None:
     busy = {"type": "urn:tba:busy", "title": "", "status": 429, "detail": "", "retry_after_s": 0.1}
     reward.refusal = lambda items: (429, {**busy, "wait": "reward-workers"})
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     push(client, pending(2))
     until("the wait", lambda: ("buffer-scorer", "reward-workers") in [(w.owner, w.name) for w in client.run().waits])
     reward.refusal = lambda items: None
@@ -174,8 +161,7 @@ def test_after_a_failed_attempt_requests_are_smaller_and_grow_again(
 ) -> None:
     away = (503, {"type": "urn:tba:unavailable", "title": "", "status": 503, "detail": "no"})
     reward.refusal = lambda items: away if len(items) > 4 else None
-    client = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 16})).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward, buffer={"SCORE_MAX_ROLLOUTS": 16})
     push(client, pending(40))
     until("all are scored", lambda: statuses(client) == (40, 0, 0))
     sizes = [len(items) for items in reward.requests]
@@ -186,8 +172,7 @@ def test_rollouts_evicted_while_they_are_scored_leave_no_trace(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     reward.gate.clear()
-    client = serve_buffer(**sections(reward, buffer={"max_rollouts": 8})).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward, buffer={"max_rollouts": 8})
     old = pending(4)
     push(client, old)
     until("they are being scored", lambda: reward.requests)
@@ -203,8 +188,7 @@ def test_rollouts_evicted_while_they_are_scored_leave_no_trace(
 def test_a_late_copy_of_a_push_is_a_duplicate_also_after_its_rollout_was_scored(
     serve_buffer: ServeBuffer, reward: RewardServer
 ) -> None:
-    client = serve_buffer(**sections(reward)).client()
-    client.upload_prompts(make_prompts(2))
+    client = scored_buffer(serve_buffer, reward)
     rollouts = pending(3)
     push(client, rollouts)
     until("all are scored", lambda: statuses(client) == (3, 0, 0))
@@ -223,35 +207,6 @@ def test_the_scorer_shows_the_token_of_a_searcher(
     push(buffer.client(token=tokens["searcher"]), pending(1))
     until("it is asked", lambda: reward.requests)
     assert reward.tokens == {f"Bearer {tokens['searcher']}"}
-
-
-def test_a_service_that_ends_does_not_wait_for_a_reward_service_that_hangs(
-    serve_buffer: ServeBuffer, reward: RewardServer
-) -> None:
-    reward.gate.clear()
-    buffer = serve_buffer(**sections(reward))
-    client = buffer.client()
-    client.upload_prompts(make_prompts(2))
-    push(client, pending(2))
-    until("it is asked", lambda: reward.requests)
-    buffer.stop()
-    assert not reward.gate.is_set()
-    assert not buffer.is_alive
-
-
-def test_after_a_restart_the_scorer_continues(
-    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
-) -> None:
-    reward.leave()
-    first = serve_buffer(**sections(reward))
-    client = first.client()
-    client.upload_prompts(make_prompts(2))
-    push(client, pending(5))
-    first.stop()
-    reward.come_back()
-    client = serve_buffer(**sections(reward)).client()
-    until("all are scored", lambda: statuses(client) == (5, 0, 0))
-    assert counters(redis)["scored_total"] == 5
 
 
 def test_a_process_that_another_one_has_replaced_stores_no_reward_any_more(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tba.api import (
-    AckRequest,
-    BatchRequest,
     Lease,
     LeaseRequest,
     LedgerEntry,
@@ -25,9 +21,10 @@ from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import ConfigError, ConflictError, FencedError, UnauthorizedError
 from tba_cli.reports.ledger import batch_entries
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer import begin_run, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
-from tests.support.leases import lease, request_eval
+from tests.support.buffer_reads import ask
+from tests.support.leases import lease, make_step, request_eval
 from tests.support.redis_process import RedisProcess
 
 LINEAR = {"kind": "linear", "value": 1.0, "final": 0.5, "steps": 4}
@@ -37,20 +34,9 @@ def change(client: BufferClient, reason: str | None = None, token: str | None = 
     return client.change_settings(SettingsRequest(settings=parse_live(settings), reason=reason, token=token))
 
 
-def filled(client: BufferClient) -> LineageReply:
-    client.upload_prompts(make_prompts(8, 3))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
-    return lineage
-
-
 def step(client: BufferClient, lineage: LineageReply, number: int, revision: int = 0) -> dict[str, int]:
     """Draw and ack one step; how often its slots drew from what."""
-    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=number, token=lineage.token)
-    batch = client.draw_batch(request)
-    ack = AckRequest(lineage=lineage.lineage, step=number, token=lineage.token, settings_revision=revision)
-    client.ack(batch.batch_id, ack)
-    sources = [group.source for group in batch.groups]
+    sources = [group.source for group in make_step(client, lineage, number, settings_revision=revision).groups]
     return {source: sources.count(source) for source in ("recent", "replay")}
 
 
@@ -58,24 +44,12 @@ def entries(client: BufferClient) -> list[LedgerEntry]:
     return batch_entries(client.ledger().entries)
 
 
-def patch(url: str, body: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(
-        f"{url}/v1/run/settings", json.dumps(body).encode(), {"content-type": "application/json"}, method="PATCH"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
 def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_what(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(objective={"beta": 0.05}).client()
     before = client.settings()
     assert (before.revision, before.settings.changed(), before.changes) == (0, {}, [])
     assert before.now["beta"] == 0.05
-    lineage = filled(client)
+    lineage = begin_run(client, 8, 3, per_prompt=6)
     step(client, lineage, 1)
 
     change(client, beta=LINEAR, eval_every_steps=7)
@@ -136,7 +110,8 @@ def test_what_cannot_be_is_refused_with_key_and_value(
     serve_buffer: ServeBuffer, settings: Any, parts: list[str]
 ) -> None:
     buffer = serve_buffer(objective={"preset": "tb"})
-    status, problem = patch(buffer.url, {"settings": settings})
+    status, answer = ask(buffer.url, "/v1/run/settings", "PATCH", {"settings": settings})
+    problem = json.loads(answer)
     assert status == 422
     assert problem["type"].startswith("urn:tba:problem:")
     assert all(part in problem["detail"] for part in parts), problem["detail"]
@@ -205,7 +180,7 @@ def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buff
 
 def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(sampling={"most_on_policy_prob": 0.0}).client()
-    lineage = filled(client)
+    lineage = begin_run(client, 8, 3, per_prompt=6)
     assert step(client, lineage, 1) == {"recent": 0, "replay": 4}
     change(client, most_on_policy_prob=1)
     assert step(client, lineage, 2) == {"recent": 4, "replay": 0}
@@ -216,7 +191,7 @@ def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_b
 
 def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(model={"policy_temperature": 0.7}, searcher={"sampling_temperature": 1.3}).client()
-    lineage = filled(client)
+    lineage = begin_run(client, 8, 3, per_prompt=6)
     request_eval(client, lineage)
 
     def temperatures(leases: list[Lease]) -> set[tuple[str, float]]:
@@ -236,7 +211,7 @@ def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) 
 
 def test_the_ledger_has_the_revision_that_each_step_was_made_with(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    lineage = filled(client)
+    lineage = begin_run(client, 8, 3, per_prompt=6)
     change(client, beta=0.1)
     change(client, beta=0.2, learning_rate=1e-5)
     for number, revision in enumerate((0, 1, 2, 2), 1):
@@ -246,7 +221,7 @@ def test_the_ledger_has_the_revision_that_each_step_was_made_with(serve_buffer: 
 
 def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:
     first = serve_buffer()
-    lineage = filled(first.client())
+    lineage = begin_run(first.client(), 8, 3, per_prompt=6)
     change(first.client(), "warm", beta=LINEAR, sampling_temperature=0.6)
     step(first.client(), lineage, 1, revision=1)
     before = first.client().settings()

@@ -13,29 +13,17 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context
 from tba_buffer.storage.keys import Keys
 
-from tba.api import AckRequest, BatchRequest, LineageReply, RolloutDetail, TrainedRollouts
+from tba.api import AckRequest, LineageReply, RolloutDetail, TrainedRollouts
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import PolicyVersion
 from tba.wire import Batch
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
+from tests.support.buffer import begin_run, make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.leases import draw
 from tests.support.redis_process import RedisProcess
 
 KEYS = Keys("test")
-
-
-def filled(client: BufferClient) -> LineageReply:
-    client.upload_prompts(make_prompts(4))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(4)]))
-    return lineage
-
-
-def draw(client: BufferClient, lineage: LineageReply, step: int) -> Batch:
-    return client.draw_batch(
-        BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=0.0)
-    )
 
 
 def ids_of(batch: Batch) -> list[str]:
@@ -72,7 +60,7 @@ def trained_steps(client: BufferClient) -> tuple[int, int]:
 def test_a_rollout_says_what_each_step_made_of_it(serve_buffer: ServeBuffer) -> None:
     served = serve_buffer()
     client = served.client()
-    lineage = filled(client)
+    lineage = begin_run(client, 4, per_prompt=4)
     batch = draw(client, lineage, 1)
     ids = ids_of(batch)
     before = client.get_rollout(ids[0])
@@ -98,7 +86,7 @@ def test_a_rollout_says_what_each_step_made_of_it(serve_buffer: ServeBuffer) -> 
 
 def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    lineage = filled(client)
+    lineage = begin_run(client, 4, per_prompt=4)
     batch = draw(client, lineage, 1)
     ids = ids_of(batch)
     fields = {"lineage": 1, "step": 1, "token": lineage.token, "refused": {"too-long": 4}}
@@ -113,7 +101,7 @@ def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
 
 def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(buffer={"MAX_TRAINED_STEPS": 2}).client()
-    lineage = filled(client)
+    lineage = begin_run(client, 4, per_prompt=4)
     seen = []
     for step in range(1, 6):
         rollout_id = make_step(client, lineage, step)[0]
@@ -130,7 +118,7 @@ def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuf
 
 def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
-    lineage = filled(client)
+    lineage = begin_run(client, 4, per_prompt=4)
     ids = make_step(client, lineage, 1, trained=None)
     make_step(client, lineage, 2, trained=trained_of([], 2))
     detail = client.get_rollout(ids[0])
@@ -140,7 +128,7 @@ def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
 def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_buffer: ServeBuffer) -> None:
     first = serve_buffer()
     client = first.client()
-    lineage = filled(client)
+    lineage = begin_run(client, 4, per_prompt=4)
     ids, *_ = [make_step(client, lineage, step) for step in (1, 2, 3)]
     known = client.get_rollout(ids[5])
     assert versions(known) == ["1-1", "1-2", "1-3"]

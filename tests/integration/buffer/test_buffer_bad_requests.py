@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import select
-import socket
 from typing import Any
 
 import httpx2
-import pytest
 from fastapi import FastAPI
 
 from tba.api import Stats
 from tba.server.problems import install_problem_handlers
-from tba.wire import encode_heartbeat, encode_push
-from tests.support.buffer import begin_run, make_heartbeat, make_payloads, make_prompts, stored_run
+from tests.support.buffer import begin_run, stored_run
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.buffer_reads import ask
 
 JSON = {"content-type": "application/json"}
 LONE = "\ud800"
@@ -91,13 +87,6 @@ def test_no_endpoint_takes_bytes_that_are_no_document(serve_buffer: ServeBuffer)
                 assert "\n" not in answer.json()["detail"]
 
 
-def test_a_heartbeat_of_another_run_is_refused(serve_buffer: ServeBuffer) -> None:
-    beat = make_heartbeat(run="another")
-    headers = {"content-type": "application/msgpack"}
-    url = f"{serve_buffer().url}/v1/heartbeats"
-    assert httpx2.post(url, content=encode_heartbeat(beat), headers=headers, timeout=60).status_code == 409
-
-
 def test_a_prompt_that_could_not_be_read_back_is_not_stored(serve_buffer: ServeBuffer) -> None:
     deep: dict[str, Any] = {}
     for _ in range(250):
@@ -124,64 +113,9 @@ async def test_a_text_that_cannot_be_written_is_the_fault_of_the_request() -> No
     assert reply.json()["detail"] == "a text of the request cannot be written as UTF-8: surrogates not allowed"
 
 
-@pytest.mark.parametrize("after", ["-1", "9007199254740993", "99999999999999999999999", "x"])
-def test_a_ledger_position_that_no_ledger_reaches_is_refused(serve_buffer: ServeBuffer, after: str) -> None:
-    reply = httpx2.get(f"{serve_buffer().url}/v1/ledger", params={"after": after}, timeout=60)
-    assert (reply.status_code, reply.json()["type"]) == (422, "urn:tba:problem:invalid-body")
-
-
-def test_the_ledger_after_its_end_is_empty(serve_buffer: ServeBuffer) -> None:
-    reply = serve_buffer().client().ledger(after=2**53)
-    assert (reply.entries, reply.next) == ([], None)
-
-
-def answer_to(url: str, sent: bytes, *, then_for_ever: bytes = b"") -> tuple[bytes, int]:
-    """Send on a raw connection; return the answer until the close, and the number of bytes that could be sent."""
-    num_sent, answer = 0, b""
-    with socket.create_connection(parse_address(url), timeout=30) as connection:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
-            while then_for_ever and not select.select([connection], [], [], 0)[0]:
-                num_sent += connection.send(then_for_ever)
-        with contextlib.suppress(ConnectionError):
-            while received := connection.recv(65536):
-                answer += received
-                if not then_for_ever and b"}" in answer:
-                    break
-    return answer, num_sent
-
-
-def parse_address(url: str) -> tuple[str, int]:
-    host, port = url.removeprefix("http://").split(":")
-    return host, int(port)
-
-
-def test_a_body_over_the_limit_is_refused_before_it_is_sent(serve_buffer: ServeBuffer) -> None:
-    url = serve_buffer(buffer={"max_body_bytes": 4096}).url
-    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000000\r\n\r\n"
-    answer, _ = answer_to(url, head)
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b"connection: close\r\n" in answer
-    assert b"the body has 1000000000000 bytes or more, the limit is 4096" in answer
-
-
-def test_a_body_without_a_declared_size_is_cut_off_at_the_limit(serve_buffer: ServeBuffer) -> None:
-    url = serve_buffer(buffer={"max_body_bytes": 4096}).url
-    head = b"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    answer, num_sent = answer_to(url, head, then_for_ever=b"400\r\n" + b"x" * 1024 + b"\r\n")
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert num_sent < 64 * 2**20  # the capacity of the sockets, not a stream that never ends
-
-
-def test_a_client_that_stops_in_the_middle_of_a_body_changes_nothing(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    buffer.client().upload_prompts(make_prompts(1))
-    body = encode_push(make_payloads(["train-0"]))
-    head = f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    for end in (0, 1, len(body) // 2, len(body) - 1):
-        with socket.create_connection(parse_address(buffer.url), timeout=30) as connection:
-            connection.sendall(head + body[:end])
-    assert buffer.client().stats().num_rollouts == 0
-    answer, _ = answer_to(buffer.url, head + body)
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert buffer.client().stats().num_rollouts == 4
+def test_a_ledger_position_that_no_ledger_reaches_is_refused(serve_buffer: ServeBuffer) -> None:
+    client = serve_buffer().client()
+    for after in ("-1", "9007199254740993", "99999999999999999999999", "x"):
+        assert ask(client.base_url, f"/v1/ledger?after={after}")[0] == 422, after
+    beyond = client.ledger(after=2**53)
+    assert (beyond.entries, beyond.next) == ([], None)

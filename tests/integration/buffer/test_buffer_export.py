@@ -43,10 +43,7 @@ def served(serve_buffer: ServeBuffer) -> BufferThread:
         reward=0.75,
         num_tokens=5,
         response_text="x" * 20_000 + "\N{CHECK MARK}",
-        version_spans=(
-            VersionSpan.of(START, 0, 2),
-            VersionSpan.of(PolicyVersion(1, 0), 2, 5),
-        ),
+        version_spans=(VersionSpan.of(START, 0, 2), VersionSpan.of(PolicyVersion(1, 0), 2, 5)),
         sampling=Sampling.of(0.5, top_p=0.9, top_k=40, seed=2**62, stop=("\n", "Q")),
         sampler_logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
         reward_parts={"format": 1.0, "exact": 0.5},
@@ -173,36 +170,11 @@ def test_refusals_say_why_and_leave_no_file(
     assert reply.content[-4:] == b"PAR1"
 
 
-def test_a_client_that_hangs_up_makes_room_for_the_next(
-    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reader", ["hangs up", "sleeps"])
+def test_an_export_that_nobody_reads_makes_room_for_the_next(
+    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    monkeypatch.setattr(parquet, "MAX_EXPORTS", 1)
-    monkeypatch.setattr(parquet, "GROUP_ROLLOUTS", 1)
-    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 1)
-    served = serve_buffer()
-    served.hold_little()
-    client = served.client()
-    client.upload_prompts(make_prompts(1))
-    logprobs = -np.random.default_rng(0).random(100_000, dtype=np.float32)
-    for _ in range(20):
-        client.push([encode_rollout(make_rollout(num_tokens=100_000, sampler_logprobs=logprobs))])
-    with httpx2.stream("GET", f"{served.url}/v1/rollouts.parquet", timeout=60) as reply:
-        pieces = reply.iter_raw()  # kept: without its reader httpx closes the connection
-        assert next(pieces)[:4] == b"PAR1"
-        with pytest.raises(BusyError, match="1 exports run already"):
-            client.export_rollouts(tmp_path / "out.parquet")
-
-    def is_written() -> bool:
-        with contextlib.suppress(BusyError):
-            return client.export_rollouts(tmp_path / "out.parquet") > 0
-        return False
-
-    until("the first export ends", is_written)
-    assert pq.read_table(tmp_path / "out.parquet").num_rows == 20
-
-
-def test_an_export_that_nobody_reads_ends(serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: Any) -> None:
-    for name, value in {"MAX_EXPORTS": 1, "GROUP_ROLLOUTS": 1, "READ_S": 0.5}.items():
+    for name, value in {"MAX_EXPORTS": 1, "GROUP_ROLLOUTS": 1, "READ_S": 0.5 if reader == "sleeps" else 60.0}.items():
         monkeypatch.setattr(parquet, name, value)
     monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 1)
     served = serve_buffer()
@@ -212,18 +184,23 @@ def test_an_export_that_nobody_reads_ends(serve_buffer: ServeBuffer, tmp_path: P
     logprobs = -np.random.default_rng(0).random(100_000, dtype=np.float32)
     for _ in range(20):
         client.push([encode_rollout(make_rollout(num_tokens=100_000, sampler_logprobs=logprobs))])
+
+    def is_written() -> bool:
+        with contextlib.suppress(BusyError):
+            return client.export_rollouts(tmp_path / "out.parquet") > 0
+        return False
+
     with httpx2.stream("GET", f"{served.url}/v1/rollouts.parquet", timeout=60) as reply:
-        pieces = reply.iter_raw()
+        pieces = reply.iter_raw()  # kept: without its reader httpx closes the connection
         assert next(pieces)[:4] == b"PAR1"
-
-        def is_written() -> bool:
-            with contextlib.suppress(BusyError):
-                return client.export_rollouts(tmp_path / "out.parquet") > 0
-            return False
-
-        until("another export is let in", is_written)
-        with pytest.raises(httpx2.RemoteProtocolError):
-            list(pieces)  # cut off, and not ended
+        if reader == "sleeps":
+            until("another export is let in", is_written)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                list(pieces)  # cut off, and not ended
+        else:
+            assert not is_written()
+    until("the first export ends", is_written)
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 20
 
 
 async def test_a_deadline_that_its_rows_missed_is_not_taken_for_that_of_its_reader() -> None:

@@ -167,10 +167,7 @@ def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
     rollout: Rollout = make_rollout(
         num_tokens=5,
         response_text="x" * 2000 + "é",
-        version_spans=(
-            VersionSpan.of(START, 0, 2),
-            VersionSpan.of(PolicyVersion(1, 4), 2, 5),
-        ),
+        version_spans=(VersionSpan.of(START, 0, 2), VersionSpan.of(PolicyVersion(1, 4), 2, 5)),
         sampling=Sampling.of(0.7, top_p=0.9, top_k=40, seed=3, stop=("\n",)),
         sampler_logprobs=np.array([-0.1, -0.2, -0.3, -0.4, -0.5], dtype=np.float32),
         ref_logprob=RefLogprob.of(-2.5, START),

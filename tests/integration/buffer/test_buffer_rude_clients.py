@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 
 import pytest
 
 from tba.server import app as service_app
+from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waits import until
@@ -23,11 +26,9 @@ def connect(buffer: BufferThread) -> socket.socket:
 def read_all(sock: socket.socket) -> bytes:
     """Read until the other side closes."""
     read = b""
-    try:
+    with contextlib.suppress(ConnectionError):  # closed with bytes unread
         while part := sock.recv(65536):
             read += part
-    except ConnectionError:  # closed with bytes unread
-        pass
     return read
 
 
@@ -104,6 +105,37 @@ def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
         assert read_reply(sock).startswith(b"HTTP/1.1 200 ")
         sock.sendall(ask + b"connection: close\r\n\r\n")
         assert read_all(sock).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("line", ["content-length: 1000000000000", "transfer-encoding: chunked"])
+def test_a_body_over_the_limit_is_refused_as_soon_as_it_shows(serve_buffer: ServeBuffer, line: str) -> None:
+    buffer, num_sent = serve_buffer(buffer={"max_body_bytes": 4096}), 0
+    with connect(buffer) as sock:
+        sock.sendall(head("/v1/rollouts", line))
+        with contextlib.suppress(ConnectionError):
+            while "chunked" in line and not select.select([sock], [], [], 0)[0]:
+                num_sent += sock.send(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        reply = read_all(sock)
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert num_sent < 64 * 2**20  # the capacity of the sockets, not a stream that never ends
+    if not num_sent:
+        assert b"connection: close\r\n" in reply
+        assert b"the body has 1000000000000 bytes or more, the limit is 4096" in reply
+
+
+def test_a_client_that_stops_in_the_middle_of_a_body_changes_nothing(serve_buffer: ServeBuffer) -> None:
+    buffer = serve_buffer()
+    buffer.client().upload_prompts(make_prompts(1))
+    body = encode_push(make_payloads(["train-0"]))
+    top = head("/v1/rollouts", f"content-length: {len(body)}")
+    for end in (0, 1, len(body) // 2, len(body) - 1):
+        with connect(buffer) as sock:
+            sock.sendall(top + body[:end])
+    assert buffer.client().stats().num_rollouts == 0
+    with connect(buffer) as sock:
+        sock.sendall(top + body)
+        assert read_reply(sock).startswith(b"HTTP/1.1 200 ")
+    assert buffer.client().stats().num_rollouts == 4
 
 
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/rollouts"])

@@ -19,9 +19,10 @@ from tba.clients import BufferClient
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba.wire import Canary, Rollout, encode_rollout
+from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.weight_chain import publish_files
 
 
 def tokenizer_json() -> str:
@@ -37,16 +38,8 @@ def publish(folder: Path, version: PolicyVersion, **files: str) -> None:
     save_file({"a": np.zeros(1, dtype=np.float32)}, made / "model.safetensors")
     for name, text in {"config.json": "{}", **files}.items():
         (made / name).write_text(text)
-    WeightVersions(FileStore(folder / "store"), "test").publish(
-        version=version,
-        parent=None,
-        dtype="float32",
-        tensors_paths=[made / "model.safetensors"],
-        files={name: made / name for name in ("config.json", *files)},
-        canary=Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3),
-        torch_version="2.13.0",
-        transformers_version="5.19.0",
-    )
+    store, tensors = WeightVersions(FileStore(folder / "store"), "test"), [made / "model.safetensors"]
+    publish_files(store, version, tensors, {name: made / name for name in ("config.json", *files)}, parent=None)
 
 
 def with_rollout(serve_buffer: ServeBuffer, folder: Path, **changes: Any) -> tuple[BufferThread, BufferClient, Rollout]:

@@ -10,25 +10,18 @@ from safetensors.numpy import save_file
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
-from tba.wire import Canary
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.weight_chain import publish_files
 
 
 def publish(folder: Path, *versions: PolicyVersion) -> None:
     tensors = folder / "model.safetensors"
     save_file({"a": np.zeros(10, dtype=np.float32)}, tensors)
     (folder / "config.json").write_text("{}")
+    store = WeightVersions(FileStore(folder / "store"), "test")
     for version in versions:
-        WeightVersions(FileStore(folder / "store"), "test").publish(
-            version=version,
-            parent=None if version == START else START,
-            dtype="float32",
-            tensors_paths=[tensors],
-            files={"config.json": folder / "config.json"},
-            canary=Canary(prompt_tokens=[1], response_tokens=[2], logprobs=[-0.5], tolerance=1e-3),
-            torch_version="2.13.0",
-            transformers_version="5.19.0",
-        )
+        parent = None if version == START else START
+        publish_files(store, version, [tensors], {"config.json": folder / "config.json"}, parent=parent)
 
 
 def test_versions_are_listed_newest_first_and_a_damaged_manifest_hides_no_other(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -28,7 +28,6 @@ from tba_buffer.storage.context import DAMAGE_ERRORS, Context, RunHash, unreadab
 from tba_buffer.storage.redis_client import redis_errors
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 MAX_POINTS = 2000
 MAX_NAMES_CHARS = 4096
 """Percent-encoded they must fit into the first line of a request (64 KiB)."""
@@ -82,59 +81,30 @@ class StepMetrics:
 
     def __init__(self) -> None:
         # arrays of Python, which grow at their end without a copy of each
-        self._lineages, self._steps, self._at_s = array("q"), array("q"), array("d")
-        self._columns: dict[str, array[float]] = {}
+        self.lineages, self.steps, self.at_s = array("q"), array("q"), array("d")
+        """[rows]; `at_s`: when they were acked, Unix seconds."""
+        self.columns: dict[str, array[float]] = {}
+        """Every metric that any step has, in the order in which they first came; NaN where it is unknown."""
         self._left_out: set[str] = set()
-
-    @property
-    def num_rows(self) -> int:
-        """Steps."""
-        return len(self._steps)
-
-    @property
-    def names(self) -> list[str]:
-        """Every metric that any step has, in the order in which they first came."""
-        return list(self._columns)
-
-    @property
-    def steps(self) -> Ints:
-        """[rows]"""
-        return np.array(self._steps)
-
-    @property
-    def at_s(self) -> Floats:
-        """[rows] when they were acked, Unix seconds."""
-        return np.array(self._at_s)
 
     def add(self, lines: Sequence[BatchLine]) -> None:
         """Add the steps of lines."""
         for line in lines:
             for name in line.metrics:
-                if name in self._columns or name in self._left_out:
+                if name in self.columns or name in self._left_out:
                     continue
-                if len(self._columns) < MAX_NAMES:
-                    self._columns[name] = array("d", [np.nan]) * self.num_rows
+                if len(self.columns) < MAX_NAMES:
+                    self.columns[name] = array("d", [np.nan]) * len(self.steps)
                 elif len(self._left_out) < MAX_NAMES:  # names that nobody keeps must not fill the memory either
                     if not self._left_out:
                         log.warning("metrics_left_out_of_curves", kept=MAX_NAMES, first=name)
                     self._left_out.add(name)
-            for name, column in self._columns.items():
+            for name, column in self.columns.items():
                 value = line.metrics.get(name)
                 column.append(np.nan if value is None else value)
-            self._lineages.append(line.lineage)
-            self._steps.append(line.step)
-            self._at_s.append(line.acked_at_s)
-
-    def active(self, history: Mapping[int, int]) -> NDArray[np.bool_]:
-        """Return which steps [rows] are in a history: lineage -> the last step of it."""
-        lineages, inverse = np.unique(np.array(self._lineages), return_inverse=True)
-        last = np.array([history.get(lineage, -1) for lineage in lineages.tolist()], dtype=np.int64)
-        return self.steps <= last[inverse]
-
-    def values(self, name: str, rows: Ints) -> Floats:
-        """Return a metric at rows [n]; NaN where it is unknown. [n]"""
-        column = self._columns.get(name)
-        return np.full(len(rows), np.nan) if column is None else np.array(column)[rows]
+            self.lineages.append(line.lineage)
+            self.steps.append(line.step)
+            self.at_s.append(line.acked_at_s)
 
 
 def thin(values: Floats, num_per_point: int) -> list[float | None]:
@@ -196,26 +166,30 @@ class CurvesReader:
         await self._reading.run()
         # read behind the lines: a history that is older than they are would call new steps abandoned
         run = await RunHash.read(self._context)
-        metrics, steps, at_s = self.metrics, self.metrics.steps, self.metrics.at_s
-        is_active = metrics.active(self._lineages.history(run.lineage))
+        columns, steps, at_s = self.metrics.columns, np.array(self.metrics.steps), np.array(self.metrics.at_s)
+        history = self._lineages.history(run.lineage)
+        lineages, inverse = np.unique(np.array(self.metrics.lineages), return_inverse=True)
+        last = np.array([history.get(lineage, -1) for lineage in lineages.tolist()], dtype=np.int64)
+        is_active = steps <= last[inverse]
         lowest, highest = from_step or 0, np.iinfo(np.int64).max if to_step is None else to_step
         rows = np.flatnonzero(is_active & (steps >= lowest) & (steps <= highest))
         num_per_point = max(1, -(-len(rows) // max_points))
         firsts, lasts = rows[::num_per_point], rows[num_per_point - 1 :: num_per_point]
         if len(lasts) < len(firsts):  # the last point has fewer steps
             lasts = np.append(lasts, rows[-1])
+        unknown = np.full(len(steps), np.nan)
         return Curves(
-            names=metrics.names,
+            names=list(columns),
             num_steps=len(rows),
             num_steps_per_point=num_per_point,
             first_steps=steps[firsts].tolist(),
             steps=steps[lasts].tolist(),
             at_s=at_s[lasts].tolist(),
             values={
-                name: thin(metrics.values(name, rows), num_per_point)
-                for name in (metrics.names if wanted is None else wanted)
+                name: thin(np.array(columns.get(name, unknown))[rows], num_per_point)
+                for name in (columns if wanted is None else wanted)
             },
-            num_abandoned=metrics.num_rows - int(np.count_nonzero(is_active)),
+            num_abandoned=len(steps) - int(np.count_nonzero(is_active)),
         )
 
     async def _follow(self) -> None:

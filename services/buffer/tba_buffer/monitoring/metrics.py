@@ -129,9 +129,7 @@ class Metrics(Collector):
         if self._reading is not None:
             yield from _counter_families(self._reading.counters)
             yield from _gauge_families(self._reading)
-            yield from _run_families(self._reading)
             yield from component_families(self._reading.components, self._reading.waits)
-            yield from gauge_families(self._reading.components)
             splits = {"train": len(self._catalog.train), "heldout": len(self._catalog.heldout)}
             yield _by(Gauge, "tba_prompts", "Prompts uploaded, by split", "split", splits)
 
@@ -216,10 +214,7 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
     yield _by(Gauge, "tba_weight_version", "Step of the newest announced version", "role", steps)
     waits = shown_waits(Counter(wait.name for wait in reading.waits))
     yield _by(Gauge, "tba_waits", "Current waits, by the name of the wait", "name", waits)
-
-
-def _run_families(reading: Reading) -> Iterator[Metric]:
-    yield Gauge("tba_run_step", "Last acked step of the active lineage", value=reading.counters.trainer.step)
+    yield Gauge("tba_run_step", "Last acked step of the active lineage", value=counters.trainer.step)
     # a series for each state, so that a dashboard shows when each of them held
     states = {state: float(state == reading.run.state) for state in get_args(RunState)}
     yield _by(Gauge, "tba_run_state", "1 for the state that the run is in", "state", states)
@@ -237,7 +232,8 @@ def _run_families(reading: Reading) -> Iterator[Metric]:
 
 
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
-    """Yield the metrics of components and waits."""
+    """Yield the metrics of components and waits; the gauges of the trainer that was heard of last, and the sums over
+    all searchers that are alive."""
     # kinds without a component are shown as 0: alerts compare with that
     none = dict.fromkeys(KINDS, 0)
     text = "Components with a recent sign of life, by kind"
@@ -267,17 +263,14 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
         late_s[kind] = max(late_s.get(kind, 0.0), -wait.deadline_in_s)
     text = "How long the most overdue wait is past its own deadline, by kind"
     yield _by(Gauge, "tba_component_wait_overdue_seconds", text, "kind", late_s)
-
-
-def gauge_families(components: Sequence[ComponentInfo]) -> Iterator[Metric]:
-    """Yield the gauges of the trainer that was heard of last, and the sums over all searchers that are alive."""
-    alive = [item for item in components if item.alive]
     # while one trainer takes over from another, both are alive: the one that was heard of last counts
-    trainers = sorted((item for item in alive if item.kind == "trainer"), key=lambda item: item.heartbeat_age_s)
+    trainers = sorted(
+        (item for item in components if item.alive and item.kind == "trainer"), key=lambda item: item.heartbeat_age_s
+    )
     yield _family("tba_trainer_gauge", "Gauges of the trainer", trainers[0].gauges if trainers else {})
     sums: Counter[str] = Counter()
-    for item in alive:
-        if item.kind == "searcher":
+    for item in components:
+        if item.alive and item.kind == "searcher":
             for name, value in item.gauges.items():
                 sums[name] += value  # pyright: ignore[reportArgumentType]
     yield _family("tba_searcher_gauge", "Gauges of the searchers, summed over those alive", sums)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tba.api import ENDED, Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+from tba.api import ENDED, Curves, RunInfo, RunSummary, Stats, WaitInfo
 from tba.config.trainer import REMEDIES
 
 CURVE_NAMES = ("reward_mean", "ess", "tied_group_share", "wait_s", "step_s")
@@ -71,8 +71,10 @@ def summarise(info: RunInfo, stats: Stats, curves: Curves) -> RunSummary:
     if not is_over:
         advice = _advice_on_failures(stats, URGENT_FAILED_SHARE) or _advice_on_parts(info, wait)
     advice = advice or _advice_on_data(stats, curves)
-    if advice is None and not is_over:
-        advice = _advice_on_pace(curves)
+    waited, took = _recent(curves, "wait_s") or 0.0, _recent(curves, "step_s")
+    if advice is None and not is_over and took is not None and waited > STARVED_SHARE * (waited + took):
+        share = 100 * waited / (waited + took)
+        advice = f"The trainer waits {share:.0f} % of its time for rollouts: add searchers (`tba scale`)."
     return RunSummary(doing=_doing(info, stats), learning=_learning(info, curves), waiting=waiting, advice=advice)
 
 
@@ -111,20 +113,18 @@ def _learning(info: RunInfo, curves: Curves) -> str | None:
             how = "is flat" if abs(now - before) <= FLAT * spread else "rises" if now > before else "falls"
             said = f"The mean reward of a batch began at {first:.3g}, is {now:.3g}, and {how} lately."
     done = [item for item in info.evals if item.state == "done" and item.accuracy is not None and not item.abandoned]
-    return f"{said} {_evaluation(done)}" if done else said
-
-
-def _evaluation(done: Sequence[EvalInfo]) -> str:
-    first, last = done[0], done[-1]
-    if first is last:
-        return f"Held-out accuracy is {last.accuracy:.3f} (version {last.version})."
-    said = (
-        f"Held-out accuracy went from {first.accuracy:.3f} (version {first.version}) to {last.accuracy:.3f} "
-        f"(version {last.version})"
+    if not done:
+        return said
+    oldest, newest = done[0], done[-1]
+    if oldest is newest:
+        return f"{said} Held-out accuracy is {newest.accuracy:.3f} (version {newest.version})."
+    said += (
+        f" Held-out accuracy went from {oldest.accuracy:.3f} (version {oldest.version}) to {newest.accuracy:.3f} "
+        f"(version {newest.version})"
     )
     # with part credit the mean reward tells more: an accuracy of 0 may hide that the answers grow better
-    if None not in (first.mean_reward, last.mean_reward) and last.mean_reward != last.accuracy:
-        said += f", mean reward from {first.mean_reward:.3f} to {last.mean_reward:.3f}"
+    if None not in (oldest.mean_reward, newest.mean_reward) and newest.mean_reward != newest.accuracy:
+        said += f", mean reward from {oldest.mean_reward:.3f} to {newest.mean_reward:.3f}"
     return said + "."
 
 
@@ -176,14 +176,6 @@ def _advice_on_data(stats: Stats, curves: Curves) -> str | None:
         )
     if (ess := _recent(curves, "ess")) is not None and ess < LOW_ESS:
         return f"The effective sample size is {ess:.2f}: {REMEDIES['ess_collapse']}."
-    return None
-
-
-def _advice_on_pace(curves: Curves) -> str | None:
-    waited, took = _recent(curves, "wait_s"), _recent(curves, "step_s")
-    if waited is not None and took is not None and waited > STARVED_SHARE * (waited + took):
-        share = 100 * waited / (waited + took)
-        return f"The trainer waits {share:.0f} % of its time for rollouts: add searchers (`tba scale`)."
     return None
 
 

@@ -43,7 +43,10 @@ class FailureReader:
         self._kept: list[FailedReason] = []
 
     async def reasons(self) -> list[FailedReason]:
-        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first."""
+        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first.
+
+        A text is `REASON: DETAIL`, and each reason comes with its commonest text.
+        """
         index = await self._view.catch_up()
         if not index.num_failed:
             return []
@@ -55,26 +58,18 @@ class FailureReader:
         ids = index.rollout_ids(rows[: max(1, int(np.searchsorted(sizes, MAX_BYTES, side="right")))])
         with redis_errors("read why rollouts have no score"):
             payloads = await self._context.redis.hmget(self._context.keys.payloads, ids)
-        texts: list[str] = []
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for payload in payloads:
             if payload is None:  # evicted since the index was read
                 continue
             try:
-                texts.append(_GLANCES.decode(payload).reward_reason or UNREADABLE)
+                text = _GLANCES.decode(payload).reward_reason or UNREADABLE
             except (msgspec.DecodeError, ValueError):  # who reads the rollout itself notes the damage
-                texts.append(UNREADABLE)
-        self._kept = by_reason(texts)
+                text = UNREADABLE
+            found[text.partition(":")[0]][text] += 1
+        self._kept = [
+            FailedReason(reason=reason[:MAX_CHARS], num=texts.total(), example=texts.most_common(1)[0][0][:MAX_CHARS])
+            for reason, texts in sorted(found.items(), key=lambda pair: (-pair[1].total(), pair[0]))
+        ]
         self._position, self._due_s = position, time.monotonic() + EVERY_S
         return self._kept
-
-
-def by_reason(texts: list[str]) -> list[FailedReason]:
-    """Count texts `REASON: DETAIL` by reason, each with its commonest text; the commonest reason first."""
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for text in texts:
-        found[text.partition(":")[0]][text] += 1
-    counted = sorted(found.items(), key=lambda pair: (-pair[1].total(), pair[0]))
-    return [
-        FailedReason(reason=reason[:MAX_CHARS], num=each.total(), example=each.most_common(1)[0][0][:MAX_CHARS])
-        for reason, each in counted
-    ]

@@ -49,14 +49,6 @@ class RefusedItem(NamedTuple):
     detail: str
     rollout: Rollout | None = None
 
-    @property
-    def outcome(self) -> ItemOutcome:
-        """What the searcher is told."""
-        if self.rollout is None:
-            return ItemOutcome(None, "refused", f"{self.code}: {self.detail}")
-        name = self.rollout.rollout_id.hex()
-        return ItemOutcome(name, "refused", f"{self.code}: rollout {name}: {self.detail}")
-
 
 class RolloutWriter:
     """Stores pushed rollouts.
@@ -90,7 +82,8 @@ class RolloutWriter:
         """
         if self.refuse_reason is not None:
             raise UnavailableError(f"nothing is stored now: {self.refuse_reason}")
-        refusals: dict[int, RefusedItem] = {}
+        refusals: dict[int, ItemOutcome] = {}
+        codes: Counter[str] = Counter()
         accepted: list[int] = []
         ids: list[bytes] = []
         records: list[bytes] = []
@@ -107,7 +100,10 @@ class RolloutWriter:
         # refused items do not stop the others: push.lua gets the accepted ones, and only counts the rest
         for at, each in enumerate(checked):
             if isinstance(each, RefusedItem):
-                refusals[at] = each
+                name = None if each.rollout is None else each.rollout.rollout_id.hex()
+                where = "" if name is None else f"rollout {name}: "
+                refusals[at] = ItemOutcome(name, "refused", f"{each.code}: {where}{each.detail}")
+                codes[each.code] += 1
                 continue
             rollout, prompt = each
             accepted.append(at)
@@ -122,12 +118,12 @@ class RolloutWriter:
             visit_numbers=struct.pack(f"<{len(visit_numbers)}H", *visit_numbers),
             visit_ids=[visit_id for visit_id, _ in visits],
             searcher_ids=[searcher_id for _, searcher_id in visits],
-            refused=Counter(each.code for each in refusals.values()),
+            refused=codes,
         )
         # the reply has a letter for each accepted item: refused ones are put back between them
         letters = zip(ids, results.decode(), strict=True)
         stored = (ItemOutcome(each.hex(), OUTCOMES[letter], REASONS.get(letter)) for each, letter in letters)
-        outcomes = [refusals[at].outcome if at in refusals else next(stored) for at in range(len(payloads))]
+        outcomes = [refusals[at] if at in refusals else next(stored) for at in range(len(payloads))]
         sizes = [len(payloads[at]) for at, result in zip(accepted, results, strict=True) if result == NEW]
         if sizes:
             self._context.changed.notify()

@@ -187,7 +187,8 @@ class Scaling:
             revision=desired.revision,
             desired=num,
             source=source,
-            alive=num_alive(components),
+            # those that send heartbeats and have not reported that they end
+            alive=sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components),
             backend=self._section.backend,
             note=self._note(desired, state),
         )
@@ -249,8 +250,3 @@ class Scaling:
         if self._problem is not None:
             log.info("scaling_works_again")
             self._problem = None
-
-
-def num_alive(components: Sequence[ComponentInfo]) -> int:
-    """Return how many searchers send heartbeats and have not reported that they end."""
-    return sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components)

@@ -28,7 +28,10 @@ def make_many(num: int, **changes: Any) -> list[Rollout]:
     return [make_rollout(f"train-{i % 4}", reward=float(i), **changes) for i in range(num)]
 
 
-def finished(client: BufferClient) -> RescoreInfo:
+def finished(client: BufferClient, request: RescoreRequest | None = None) -> RescoreInfo:
+    """Start a job, unless one was started, and return it as it ends."""
+    if request is not None:
+        client.start_rescore(request)
     job = until("the job ends", lambda: next((j for j in [client.rescore()] if j.state != "running"), None))
     assert job is not None
     return job
@@ -47,8 +50,7 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
     before = stored_rollouts(redis)
     with pytest.raises(NotFoundError):
         client.rescore()
-    client.start_rescore(ALL)
-    job = finished(client)
+    job = finished(client, ALL)
     assert (job.state, job.num_total, job.num_done, job.num_changed) == ("done", 40, 40, 39)  # one had a 10 before
     assert (job.num_failed, job.num_gone, job.reward_versions) == (0, 0, {"addition-2": 40})
     assert (job.num_known_before, job.num_known_after) == (40, 40)
@@ -83,15 +85,13 @@ def test_scoring_again_replaces_the_parts_of_a_reward(serve_buffer: ServeBuffer,
         {"name": "format", "score": 0.0, "weight": 0.0},
         {"name": "gone", "score": 0.5, "weight": None},
     ]
-    client.start_rescore(ALL)
-    finished(client)
+    finished(client, ALL)
     assert shown() == [
         {"name": "format", "score": 1.0, "weight": 0.0},
         {"name": "exact", "score": 5.0, "weight": 2.0},
     ]
     reward.score, reward.version = (lambda item: "timeout"), "addition-3"
-    client.start_rescore(ALL)
-    finished(client)
+    finished(client, ALL)
     assert shown() == []
 
 
@@ -99,11 +99,9 @@ def test_scoring_again_with_the_same_version_changes_nothing(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     client = filled(serve_buffer, reward, 12)
-    client.start_rescore(ALL)
-    finished(client)
+    finished(client, ALL)
     position = client.stats().log_position
-    client.start_rescore(ALL)
-    job = finished(client)
+    job = finished(client, ALL)
     assert (job.num_done, job.num_changed) == (12, 0)
     assert client.stats().log_position == position
     assert counters(redis)["rescored:scored"] == 12
@@ -122,8 +120,7 @@ def test_the_request_chooses_by_status_and_task(serve_buffer: ServeBuffer, rewar
         (RescoreRequest(only="failed"), 0),
         (RescoreRequest(only="pending"), 0),
     ]:
-        client.start_rescore(request)
-        job = finished(client)
+        job = finished(client, request)
         assert (job.task, job.only, job.num_done, job.num_total) == (request.task, request.only, num, num)
     with pytest.raises(BadRequestError, match="its tasks: addition, other"):
         client.start_rescore(RescoreRequest(task="adition"))
@@ -137,8 +134,7 @@ def test_a_failed_rollout_that_gets_its_first_reward_counts_as_scored_once(
     push(client, [failed, make_rollout("train-1", reward=1.0)])
     for score, expected in [(10.0, (2, 0, 0)), ("exception", (0, 0, 2)), (11.0, (2, 0, 0))]:
         reward.score = lambda item, score=score: score
-        client.start_rescore(ALL)
-        finished(client)
+        finished(client, ALL)
         assert statuses(client) == expected
     assert counters(redis)["scored_total"] == 2
 
@@ -154,8 +150,7 @@ def test_an_error_makes_the_rollout_failed_and_its_old_reward_is_not_kept(
         return "timeout" if item["data"]["answer"] == 2 else 4.0
 
     reward.score = score
-    client.start_rescore(ALL)
-    job = finished(client)
+    job = finished(client, ALL)
     assert (job.num_done, job.num_failed, job.num_known_before, job.num_known_after) == (8, 2, 8, 6)
     assert statuses(client) == (6, 0, 2)
     failed = [r for r in stored_rollouts(redis).values() if r.reward_status == "failed"]
@@ -192,8 +187,7 @@ def test_one_job_at_a_time(serve_buffer: ServeBuffer, reward: RewardServer) -> N
         client.start_rescore(RescoreRequest(only="scored"))
     reward.refusal = lambda items: None
     assert finished(client).num_done == 8
-    client.start_rescore(RescoreRequest(only="scored"))
-    assert finished(client).num_done == 8
+    assert finished(client, RescoreRequest(only="scored")).num_done == 8
     assert client.stats().num_scored == 8
 
 
@@ -243,8 +237,7 @@ def test_pushes_and_late_copies_continue_while_everything_is_scored_again(
     pushers = [threading.Thread(target=push_on) for _ in range(2)]
     for pusher in pushers:
         pusher.start()
-    client.start_rescore(ALL)
-    job = finished(client)
+    job = finished(client, ALL)
     over.set()
     for pusher in pushers:
         pusher.join()

@@ -4,63 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
-from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
-from tba_buffer.index.rollout_index import Index, IndexSettings
 from tba_buffer.monitoring.metrics import OTHER_WAITS, WAITS_SHOWN, shown_waits
-from tba_buffer.monitoring.stats import (
-    VERSIONS_SHOWN,
-    WINDOW_S,
-    RateWindow,
-    stored_stats,
-)
+from tba_buffer.monitoring.stats import VERSIONS_SHOWN, WINDOW_S, RateWindow, stored_stats
 
-from tba.versions import START, PolicyVersion
-from tests.support.buffer import make_recipe
+from tba.versions import PolicyVersion
+from tests.support.index_values import Item, make_added, make_evicted, make_index
 
 # ---- Stored rollouts, in detail, against a count by hand ------------------------------------------------------------
 
 
-def index_of(versions: list[PolicyVersion], *, rewards: list[float | None], num_tokens: int = 20) -> Index:
-    index = Index(IndexSettings.of(make_recipe()))
-    records = b"".join(
-        pack_record(
-            i.to_bytes(16, "big"),
-            reward=reward,
-            version=version,
-            prompt=0,
-            num_bytes=100,
-            num_tokens=num_tokens,
-            token_hash=0,
-            status="pending" if reward is None else "scored",
-        )
-        for i, (version, reward) in enumerate(zip(versions, rewards, strict=True))
-    )
-    index.apply(RolloutsAdded(1, np.frombuffer(records, dtype=RECORD_DTYPE)))
-    return index
-
-
 def test_deciles_are_of_the_scored_rollouts_that_are_still_stored() -> None:
-    index = index_of([START] * 12, rewards=[*(float(i) for i in range(11)), None])
+    index = make_index(make_added(1, [*(Item(reward=float(i)) for i in range(11)), Item(status="pending")]))
     detail = stored_stats(index)
     assert detail.reward_deciles == [float(i) for i in range(11)]
-    index.apply(Evicted(13, np.array([11], dtype=np.uint64), "max_rollouts"))
+    index.apply(make_evicted(13, [11]))
     detail = stored_stats(index)
     assert (detail.log_position, detail.reward_deciles and detail.reward_deciles[-1]) == (13, 9.0)
 
 
 def test_only_the_newest_versions_are_named_and_the_rest_is_counted() -> None:
     versions = [PolicyVersion(1, step) for step in range(1, VERSIONS_SHOWN + 31)]
-    detail = stored_stats(index_of(versions, rewards=[0.0] * len(versions)))
+    detail = stored_stats(make_index(make_added(1, [Item(version=version) for version in versions])))
     assert len(detail.by_version) == VERSIONS_SHOWN
     assert detail.num_of_older_versions == 30
     assert next(iter(detail.by_version)) == str(versions[-1])
 
 
 def test_an_empty_buffer_has_no_deciles() -> None:
-    detail = stored_stats(Index(IndexSettings.of(make_recipe())))
-    assert detail.reward_deciles is None
+    assert stored_stats(make_index()).reward_deciles is None
 
 
 # ---- Rates come from cumulative counts ------------------------------------------------------------------------------

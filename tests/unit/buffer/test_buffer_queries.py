@@ -3,82 +3,58 @@
 from __future__ import annotations
 
 import base64
-import struct
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tba_buffer.index.log import RECORD_DTYPE, Evicted, RolloutsAdded, pack_record
-from tba_buffer.index.rollout_index import Index, IndexSettings
+from tba_buffer.index.rollout_index import Index
 from tba_buffer.rollouts.selection import MAX_CURSOR_CHARS, ORDERS, Cursor, Selection, parse_cursor, select_rows
 
 from tba.api import RolloutOrder
 from tba.errors import BadRequestError
-from tba.versions import PolicyVersion
-from tests.support.buffer import make_recipe
+from tba.versions import START, PolicyVersion
+from tests.support.index_values import Item, make_added, make_evicted, make_index, rollout_id_at
 
 # ---- Pages over an index --------------------------------------------------------------------------------------------
 
 
 STATUSES = ("scored", "pending", "failed")
-Item = tuple[int, float, int, str]  # prompt, reward, step, status
 
+VERSIONS = (START, PolicyVersion(1, 1), PolicyVersion(1, 2))
 items = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.5, 1.0, -2.0]), st.integers(0, 2), st.sampled_from(STATUSES)),
+    st.builds(
+        Item,
+        prompt=st.integers(0, 2),
+        reward=st.sampled_from([0.0, 0.5, 1.0, -2.0]),
+        version=st.sampled_from(VERSIONS),
+        status=st.sampled_from(STATUSES),
+    ),
     min_size=1,
     max_size=40,
 )
 
 
-def add(index: Index, rollouts: Sequence[Item]) -> None:
-    first = index.position + 1
-    records = b"".join(
-        pack_record(
-            struct.pack(">QQ", 0, first + i),
-            reward=reward if status == "scored" else None,
-            version=PolicyVersion(1 if step else 0, step),
-            prompt=prompt,
-            num_bytes=100,
-            num_tokens=10,
-            token_hash=0,
-            status=status,
-        )
-        for i, (prompt, reward, step, status) in enumerate(rollouts)
-    )
-    index.apply(RolloutsAdded(first, np.frombuffer(records, dtype=RECORD_DTYPE)))
-
-
-def new_index() -> Index:
-    return Index(IndexSettings.of(make_recipe()))
-
-
 def expected(live: dict[int, Item], selection: Selection) -> list[int]:
     """Positions in the order of the selection, by sorting everything."""
-    version, first, last = selection.version, selection.from_version, selection.to_version
-    low, high = selection.min_reward, selection.max_reward
+    first, last, low, high = selection.from_version, selection.to_version, selection.min_reward, selection.max_reward
     found = [
         position
-        for position, (prompt, reward, step, status) in live.items()
-        if selection.prompt in (None, prompt)
-        and (selection.prompts is None or prompt in selection.prompts)
-        and (version is None or version == PolicyVersion(1 if step else 0, step))
-        and (first is None or first <= PolicyVersion(1 if step else 0, step))
-        and (last is None or last >= PolicyVersion(1 if step else 0, step))
-        and (low is None or (status == "scored" and reward >= low))
-        and (high is None or (status == "scored" and reward <= high))
-        and selection.status in (None, status)
-        and (status == "scored" or selection.order not in ("best", "worst"))
+        for position, item in live.items()
+        if selection.prompt in (None, item.prompt)
+        and (selection.prompts is None or item.prompt in selection.prompts)
+        and selection.version in (None, item.version)
+        and (first is None or first <= item.version)
+        and (last is None or last >= item.version)
+        and (low is None or (item.status == "scored" and item.reward >= low))
+        and (high is None or (item.status == "scored" and item.reward <= high))
+        and selection.status in (None, item.status)
+        and (item.status == "scored" or selection.order not in ("best", "worst"))
     ]
-    match selection.order:
-        case "newest":
-            return sorted(found, reverse=True)
-        case "oldest":
-            return sorted(found)
-        case "best":
-            return sorted(found, key=lambda p: (-live[p][1], -p))
-    return sorted(found, key=lambda p: (live[p][1], -p))
+    if selection.order in ("newest", "oldest"):
+        return sorted(found, reverse=selection.order == "newest")
+    sign = -1 if selection.order == "best" else 1
+    return sorted(found, key=lambda p: (sign * live[p].reward, -p))
 
 
 def positions(index: Index, rows: np.ndarray) -> list[int]:
@@ -101,8 +77,7 @@ selections = st.builds(
 
 @given(rollouts=items, selection=selections, num=st.integers(1, 45))
 def test_a_page_is_the_beginning_of_the_sorted_whole(rollouts: list[Item], selection: Selection, num: int) -> None:
-    index = new_index()
-    add(index, rollouts)
+    index = make_index(make_added(1, rollouts))
     live = dict(enumerate(rollouts, start=1))
     assert positions(index, select_rows(index, selection, num)) == expected(live, selection)[:num]
 
@@ -112,8 +87,7 @@ def test_a_page_is_the_beginning_of_the_sorted_whole(rollouts: list[Item], selec
 def test_pages_neither_repeat_nor_skip_what_stays_while_others_come_and_go(
     data: st.DataObject, rollouts: list[Item], order: RolloutOrder, size: int
 ) -> None:
-    index = new_index()
-    add(index, rollouts)
+    index = make_index(make_added(1, rollouts))
     live = dict(enumerate(rollouts, start=1))
     stays, seen = set(live), []
     after: Cursor | None = None
@@ -123,16 +97,16 @@ def test_pages_neither_repeat_nor_skip_what_stays_while_others_come_and_go(
             break
         page = positions(index, rows)
         seen += page
-        reward = live[page[-1]][1] if order in ("best", "worst") else 0.0
+        reward = live[page[-1]].reward if order in ("best", "worst") else 0.0
         after = Cursor(order, reward, page[-1])
         gone = data.draw(st.lists(st.sampled_from(sorted(live)), unique=True, max_size=3), label="gone") if live else []
-        index.apply(Evicted(index.position + 1, np.array(gone, dtype=np.uint64), "max_rollouts"))
+        index.apply(make_evicted(index.position + 1, gone))
         stays -= set(gone)
         live = {position: item for position, item in live.items() if position not in gone or position == page[-1]}
         if len(seen) < 60:
             more = data.draw(items.map(lambda found: found[:2]), label="more")
             live.update(dict(enumerate(more, start=index.position + 1)))
-            add(index, more)
+            index.apply(make_added(index.position + 1, more))
         live = {position: item for position, item in live.items() if position not in gone}
     assert len(seen) == len(set(seen))
     assert set(expected({p: rollouts[p - 1] for p in stays}, Selection(order=order))) <= set(seen)
@@ -140,28 +114,23 @@ def test_pages_neither_repeat_nor_skip_what_stays_while_others_come_and_go(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_empty_index_has_no_rows(order: RolloutOrder) -> None:
-    assert len(select_rows(new_index(), Selection(order=order), 10)) == 0
+    assert len(select_rows(make_index(), Selection(order=order), 10)) == 0
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("position", [0, 2**63, 2**64 - 1])
 def test_a_cursor_beyond_any_log_is_no_error(order: RolloutOrder, position: int) -> None:
-    index = new_index()
-    add(index, [(0, 0.0, 0, "scored")] * 3)
+    index = make_index(make_added(1, [Item()] * 3))
     found = len(select_rows(index, Selection(order=order, after=Cursor(order, 0.0, position)), 10))
     assert found == (3 if (position == 0) == (order == "oldest") else 0)
 
 
 def test_a_rollout_is_found_by_its_id_while_it_lives() -> None:
-    index = new_index()
-    assert len(index.row_of(struct.pack(">QQ", 0, 1))) == 0
-    add(index, [(0, 0.0, 0, "scored")] * 5)
-    (row,) = index.row_of(struct.pack(">QQ", 0, 3))
-    assert positions(index, np.array([row])) == [3]
-    index.apply(Evicted(index.position + 1, np.array([1, 3], dtype=np.uint64), "max_rollouts"))
-    assert len(index.row_of(struct.pack(">QQ", 0, 3))) == 0
-    assert len(index.row_of(struct.pack(">QQ", 3, 0))) == 0
-    assert len(index.row_of(struct.pack(">QQ", 0, 4))) == 1
+    index = make_index(make_added(1, [Item()] * 5))
+    assert positions(index, index.row_of(rollout_id_at(3))) == [3]
+    index.apply(make_evicted(6, [1, 3]))
+    found = {position: len(index.row_of(rollout_id_at(position))) for position in (1, 2, 3, 4, 9)}
+    assert found == {1: 0, 2: 1, 3: 0, 4: 1, 9: 0}
 
 
 # ---- Cursors --------------------------------------------------------------------------------------------------------

@@ -1,34 +1,23 @@
-"""An HTTP endpoint that scores goes away and comes back: searcher, reward service and buffer lose no reward by it."""
+"""An HTTP endpoint that scores goes away and comes back: reward service and buffer lose no reward by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tba_buffer.scoring import retries
-from tba_searcher.engines.engine import Completion
-from tba_searcher.engines.tokenizer import TextCodec
-from tba_searcher.generation.delivery import Delivery
-from tba_searcher.generation.status import SearcherStatus
-from tba_searcher.generation.visits import Visit
-from tba_searcher.waits import WaitRegistry
 
 from tba.api import RescoreRequest
-from tba.clients import BufferClient, RewardClient
-from tba.versions import START
-from tba.wire import Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
+from tba.clients import BufferClient
+from tba.wire import encode_rollout
+from tests.support.buffer import make_prompts, make_rollout
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.index_values import Item, make_added, make_index
-from tests.support.leases import lease
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
 from tests.support.scored_buffer import statuses, stored_rollouts
-from tests.support.tiny_model import make_tiny_tokenizer
 from tests.support.waits import until
 
 AWAY = "scorer-away"
@@ -73,51 +62,12 @@ def waits(client: BufferClient) -> list[str]:
     return [wait.name for wait in client.run().waits if wait.owner == "buffer-scorer"]
 
 
-async def deliver(client: BufferClient, reward_url: str, folder: Path) -> SearcherStatus:
-    """One visit through a searcher's delivery."""
-    start_lineage(client)
-    (granted,) = lease(client, 1).leases
-    make_tiny_tokenizer().save_pretrained(folder)
-    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
-    delivery = Delivery(
-        make_recipe(),
-        buffer=client,
-        reward=RewardClient(reward_url, retry_s=0),
-        codec=TextCodec(folder),
-        embedder=None,
-        reference=None,
-        status=status,
-    )
-    completions = [
-        Completion(
-            request_id=f"{granted.lease_id}/{number}",
-            response_tokens=np.array([5 + number, 6], np.int32),
-            sampler_logprobs=np.full(2, -0.5, np.float32),
-            sampling=Sampling.of(1.0),
-            finish_reason="stop",
-            version_spans=(VersionSpan.of(START, 0, 2),),
-            started_at_s=1.0,
-            finished_at_s=2.0,
-        )
-        for number in range(granted.num_rollouts)
-    ]
-    visit = Visit(lease=granted, prompt_tokens=(1, 2), pinned=None, completions=completions)
-    delivery.put(visit)
-    await delivery._score([visit])
-    await delivery._push(delivery._scored.get_nowait().payloads)
-    return status
-
-
-async def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
-    client: BufferClient, reward_url: str, away: RewardServer, tmp_path: Path, redis: RedisProcess
+def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
+    client: BufferClient, away: RewardServer, redis: RedisProcess
 ) -> None:
-    status = await deliver(client, reward_url, tmp_path)
-    assert (status.counts["scores_pending"], status.counts["scores_failed"]) == (4, 0)
-    assert status.counts["rollouts_pushed"] == 4
+    client.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
     until("the wait is shown", lambda: waits(client) == [AWAY])
     assert statuses(client) == (0, 4, 0)
-    reasons = {rollout.reward_reason for rollout in stored_rollouts(redis).values()}
-    assert all((reason or "").startswith("unreachable: ") for reason in reasons)
     away.come_back()
     later(client, retries.MAX_PAUSE_S)
     until("all are scored", lambda: statuses(client) == (4, 0, 0))

@@ -200,6 +200,8 @@ async def test_a_rollout_carries_the_parts_of_its_reward(
     (payload,) = delivery._scored.get_nowait().payloads
     rollout = decode_rollout(payload)
     assert (rollout.reward_status, rollout.reward_parts) == (status, parts)
+    counts = {name: delivery._status.counts[f"scores_{name}"] for name in ("pending", "failed")}
+    assert counts == {name: int(name == status) for name in counts}
 
 
 async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_named(

@@ -14,7 +14,6 @@ SCHEMA = load_schema(DOCUMENT)
 
 
 def known_task(case: Case) -> None:
-    """Items of a task that is scored."""
     items = case.body["items"] if isinstance(case.body, dict) else None
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict):

@@ -51,8 +51,6 @@ def tools():
 
 @pytest.fixture(scope="module")
 def specs(folders):
-    """Settings by name."""
-
     def rm(**settings):
         settings = {"model": str(folders["reward"]), "num_threads": 1, "batch_tokens": 300, **settings}
         return RewardModelSpec(kind="reward_model", **settings)
@@ -84,7 +82,6 @@ def specs(folders):
 
 @pytest.fixture(scope="module")
 async def scorers(specs, tools):
-    """Scorers in model processes, started together."""
     built = {name: reward_model.build(specs[name], tools) for name in ("plain", "penalty", "against")}
     built["sampled"] = redteam.build(specs["sampled"], tools)
     await asyncio.gather(*(scorer.start() for scorer in built.values()))

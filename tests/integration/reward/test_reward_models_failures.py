@@ -60,7 +60,6 @@ HANG, DIE, MEMORY, NAN = "HHH", "DDD", "MMM", "NNN"
 
 
 def save_poisoned_model(folder: Path) -> Path:
-    """The model; three letters in a row are its poison."""
     save_reward_model(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     letters = {letter: tokenizer["model"]["vocab"][letter] for letter in "HDMN"}
@@ -143,7 +142,6 @@ async def test_what_kills_or_hangs_the_process_fails_alone_and_the_others_are_sc
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether it is neither gone nor a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,9 +14,7 @@ import httpx2
 import pytest
 from tba_reward.app import build_app
 
-from tba.api import ScoreItem
-from tba.clients import RewardClient
-from tests.support.buffer import SERVICE_PATHS, make_recipe
+from tests.support.buffer import make_recipe
 from tests.support.redis_process import free_port
 from tests.support.reward_process import RewardProcess, start_reward
 from tests.support.waits import until
@@ -87,47 +83,14 @@ def test_a_batch_is_scored_in_order_with_a_reward_or_a_reason_each(service: Rewa
     assert results[0]["parts"] == {"exact": 1.0}
 
 
-def test_the_client_of_tba_understands_the_service(service: RewardProcess) -> None:
-    client = RewardClient(service.url)
-    reply = client.score([ScoreItem.model_validate(item(n)) for n in range(512)])
-    assert [result.reward for result in reply.results] == [1.0] * 512
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "detail"),
-    [
-        (b"{", 422, "JSON"),
-        ({"items": [item(n) for n in range(1025)]}, 413, "1025 items, the limit is 1024"),
-        ({"items": [item(0, response="x" * 2**24)]}, 413, "16777216"),
-    ],
-)
-def test_a_request_that_is_wrong_as_a_whole_is_a_problem_document(
-    service: RewardProcess, body: Any, status: int, detail: str
-) -> None:
-    answer = post(service, body)
-    assert answer.status_code == status
-    assert answer.headers["content-type"] == "application/problem+json"
-    problem = answer.json()
-    assert set(problem) >= {"type", "title", "status", "detail"}
-    assert problem["status"] == status
-    assert re.search(detail, problem["detail"]), problem["detail"]
-
-
 def test_every_reward_and_its_health_can_be_seen(service: RewardProcess) -> None:
     rewards = httpx2.get(f"{service.url}/v1/rewards", timeout=60).json()["rewards"]
     health = {reward["task"]: reward["health"] for reward in rewards}
     assert health.items() >= dict.fromkeys(["addition", "exact", "gsm8k", "slow"], "ok").items()
     (scorer,) = next(reward["scorers"] for reward in rewards if reward["task"] == "slow")
     assert (scorer["name"], scorer["kind"], scorer["weight"], scorer["health"]) == ("reward", "python", 1.0, "ok")
-
-
-def test_metrics_show_tasks_and_results(service: RewardProcess) -> None:
-    post(service, {"items": [item(0), item(1, task="gsm8k", answer="none")]})
-    text = httpx2.get(f"{service.url}/metrics", timeout=60).text
-    assert 'tba_reward_verifications_total{result="scored",task="addition"}' in text
-    assert 'tba_reward_verifications_total{result="bad_data",task="gsm8k"}' in text
-    assert 'tba_reward_seconds_bucket{le="0.001",task="addition"}' in text
-    assert 'tba_reward_scores_total{result="scored",scorer="exact",task="addition"}' in text
+    assert "tba_reward_pending 0.0" in httpx2.get(f"{service.url}/metrics", timeout=60).text
+    assert httpx2.get(f"{service.url}/version", timeout=60).json()["run"] == "reward", "a reward section is enough"
 
 
 def test_a_client_that_hangs_up_frees_the_workers(service: RewardProcess) -> None:
@@ -136,32 +99,6 @@ def test_a_client_that_hangs_up_frees_the_workers(service: RewardProcess) -> Non
         httpx2.post(f"{service.url}/v1/score", json=hang, timeout=1.0)
     answer = post(service, {"items": [item(0, task="patient", response="fine")]})
     assert answer.json()["results"][0]["reward"] == 0.5
-
-
-def test_a_scorer_that_cannot_be_loaded_keeps_the_service_unready_and_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken_reward.py").write_text("raise RuntimeError('no GPU')\n")
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *SERVICE_PATHS)))}
-    scorer = {"kind": "python", "function": "broken_reward:score"}
-    with start_reward(tmp_path, environ, tasks={"broken": {"scorers": [scorer]}}) as service:
-
-        def detail() -> str | None:
-            with suppress(httpx2.TransportError):
-                answer = httpx2.get(f"{service.url}/readyz", timeout=60)
-                assert answer.status_code == 503
-                return found if "no GPU" in (found := answer.json()["detail"]) else None
-
-        found = until("it says why", detail)
-        assert found is not None
-        assert found.startswith("broken: score: ")
-        assert "could not be loaded: RuntimeError: no GPU" in found  # another task may be starting still
-        assert httpx2.get(f"{service.url}/livez", timeout=60).status_code == 200
-        results = post(service, {"items": [item(0), item(1, task="broken")]}).json()["results"]
-        assert results[0]["reward"] == 1.0, "the others are scored"
-        assert results[1]["error"]["reason"] == "exception"
-
-
-def test_a_recipe_with_nothing_but_a_reward_section_is_enough_to_serve(service: RewardProcess) -> None:
-    assert httpx2.get(f"{service.url}/version", timeout=60).json()["run"] == "reward"
 
 
 def test_reward_functions_of_trl_run_unchanged(service: RewardProcess) -> None:
@@ -207,14 +144,6 @@ async def test_tokens_are_checked_by_role() -> None:
             assert reply.status_code == status
 
 
-def test_a_scorer_that_cannot_be_built_stops_the_service_with_one_sentence(tmp_path: Path) -> None:
-    scorer = {"kind": "python", "function": "no_such_module:f"}
-    with start_reward(tmp_path, tasks={"t": {"scorers": [scorer]}}) as service:
-        assert service.process.wait(timeout=60) == 2
-        (line,) = service.log.read_text().splitlines()
-    assert "reward.tasks.t: the function of reward kind 'python' 'no_such_module:f': there is no module" in line
-
-
 @pytest.mark.parametrize(
     ("end", "response"), [(signal.SIGTERM, "fine"), (signal.SIGKILL, "hang"), (signal.SIGKILL, "stranger")]
 )
@@ -242,6 +171,5 @@ def test_no_worker_outlives_the_service(tmp_path: Path, end: signal.Signals, res
 
 
 def descendants(pid: int) -> list[int]:
-    """Pids of all processes below this one."""
     below = [int(text) for path in Path(f"/proc/{pid}/task").glob("*/children") for text in path.read_text().split()]
     return [*below, *(further for each in below for further in descendants(each))]

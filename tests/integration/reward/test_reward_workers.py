@@ -30,13 +30,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """The loop that the service runs on."""
     return uvloop.EventLoopPolicy()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def losses() -> list[str]:
-    """The reasons why workers of the pool were lost."""
     return []
 
 
@@ -64,7 +62,6 @@ async def until(what: str, condition: Callable[[], bool]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -124,15 +124,6 @@ async def test_a_part_that_does_not_start_is_unreachable_and_tried_again(monkeyp
     assert scorer.is_closed
 
 
-async def test_scores_are_counted_by_task_and_scorer() -> None:
-    registry = CollectorRegistry()
-    task = composition({"a": (ScriptedScorer(1.0), {}), "b": (ScriptedScorer(UNKNOWN), {})}, metrics=Metrics(registry))
-    await task.score([item(), item()])
-    for scorer, result in [("a", "scored"), ("b", "timeout")]:
-        labels = {"task": "t", "scorer": scorer, "result": result}
-        assert registry.get_sample_value("tba_reward_scores_total", labels) == 2
-
-
 def cached(scorer: ScriptedScorer, *, max_items: int = 10) -> Callable[[list[Item]], Awaitable[list[Outcome]]]:
     cache = ScoreCache(max_items, Metrics(CollectorRegistry()))
     return lambda items: cache.score(scorer, items)

@@ -171,7 +171,17 @@ class ModelProcess:
             self._computing.clear()
             self._num_answers = 0
             try:
-                child = self._child = await start_child(self._spec)
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-m", "tba_reward.model_server.child", self._spec.model_dump_json()),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        env={**os.environ, **_ENVIRONMENT},
+                        start_new_session=True,  # a process group of its own, so that what it starts is killed with it
+                    )
+                except OSError as error:
+                    raise ProcessDiedError(f"it cannot be started ({error})") from error
+                child = self._child = ChildProcess(process)
                 try:
                     await self._load(child)
                     await self._serve(child)
@@ -290,7 +300,7 @@ class ModelProcess:
 
 
 class ChildProcess:
-    """One process and the two pipes to it. Use `start_child`."""
+    """One process and the two pipes to it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -332,24 +342,6 @@ class ChildProcess:
         while await self._stdout.read(2**16):  # to its end: only then does asyncio let the pipe go
             pass
         await self._process.wait()
-
-
-async def start_child(spec: ModelScorerSpec) -> ChildProcess:
-    """Start a process that loads the models."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tba_reward.model_server.child",
-            spec.model_dump_json(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,  # a process group of its own, so that what it starts is killed with it
-        )
-    except OSError as error:
-        raise ProcessDiedError(f"it cannot be started ({error})") from error
-    return ChildProcess(process)
 
 
 def _text_of(request: ScoreRequest) -> _Text:

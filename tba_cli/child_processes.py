@@ -5,10 +5,12 @@ Those programs need torch, which this process never imports.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,20 @@ def run_program(module: str, words: Sequence[str]) -> str:
     if program.returncode == 0:
         return out
     raise ConfigError(_last_words(err.splitlines(), program.returncode))
+
+
+def ask_program(module: str, words: Sequence[str] = (), **files: str) -> Any:
+    """Run a program whose stdout is JSON, and return that.
+
+    Args:
+        files: texts that are written for it; the flag of that name says where.
+    """
+    with tempfile.TemporaryDirectory(prefix="tba-program-") as place:
+        for name, text in files.items():
+            path = Path(place) / f"{name}.json"
+            path.write_text(text, encoding="utf-8")
+            words = [*words, f"--{name}", str(path)]
+        return json.loads(run_program(module, words))
 
 
 def run_in_sight(module: str, words: Sequence[str]) -> None:

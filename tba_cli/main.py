@@ -12,15 +12,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from tba.early_signals import open_streams
-
-if TYPE_CHECKING:
-    import argparse
 
 EXIT_FAILED = 1
 EXIT_ERROR = 2
@@ -36,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tba_cli.parser import parse_arguments
 
         args = parse_arguments(argv)
-        from tba.logs import logs_on_stderr, silence_retries  # only now, so that --help stays quick
+        # only now, so that --help stays quick
+        from tba.errors import ChildError, TbaError
+        from tba.logs import logs_on_stderr, silence_retries
+        from tba.tls import with_bare_urls
 
         silence_retries()
         module_name, _, function_name = args.command.partition(":")
@@ -46,25 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _no_launcher(error)
     try:
         with logs_on_stderr():
-            return _run(command, args)
+            return command(args)
     except ModuleNotFoundError as error:  # some commands import the launcher only where they need it
         return _no_launcher(error)
-
-
-def _no_launcher(error: ModuleNotFoundError) -> int:
-    """Say that images leave the launcher out; raise the error if it is about another module."""
-    if not (error.name or "").startswith(LAUNCHER):
-        raise error
-    print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
-    return EXIT_ERROR
-
-
-def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    from tba.errors import ChildError, TbaError
-    from tba.tls import with_bare_urls
-
-    try:
-        return command(args)
     except TbaError as error:
         if args.debug:
             raise
@@ -77,41 +60,45 @@ def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     except OSError as error:
         if args.debug:
             raise
-        print(f"error: {_sentence(error, args.command)}", file=sys.stderr, flush=True)
+        import tempfile
+
+        from tba.store.file import explain_full_disk
+
+        what = explain_full_disk(error, os.getcwd(), tempfile.gettempdir())
+        what = what or f"{error.strerror or error}: {error.filename or args.command}"
+        print(f"error: {what}", file=sys.stderr, flush=True)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
 
 
-def _sentence(error: OSError, command: str) -> str:
-    import tempfile
-
-    from tba.store.file import explain_full_disk
-
-    what = explain_full_disk(error, os.getcwd(), tempfile.gettempdir())
-    return what or f"{error.strerror or error}: {error.filename or command}"
+def _no_launcher(error: ModuleNotFoundError) -> int:
+    """Say that images leave the launcher out; raise the error if it is about another module."""
+    if not (error.name or "").startswith(LAUNCHER):
+        raise error
+    print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
+    return EXIT_ERROR
 
 
 @contextmanager
 def _quit_on_interrupt() -> Iterator[None]:
     """Let Ctrl-C end the process with one line within the block, unless the caller has a handler of its own."""
-    # during an import, KeyboardInterrupt would become a traceback or be swallowed
+
+    # during an import, KeyboardInterrupt would become a traceback or be swallowed; nothing else is safe there
+    def quit_at_once(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(EXIT_INTERRUPTED)
+
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _quit)
+    signal.signal(signal.SIGINT, quit_at_once)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _quit(number: int, frame: FrameType | None) -> None:
-    # in the middle of an import nothing else is safe
-    os.write(2, b"interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

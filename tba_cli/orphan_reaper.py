@@ -17,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 CLOSE_TIMEOUT_S = 5.0
@@ -70,25 +69,21 @@ class OrphanReaper:
         self._process.stdin.flush()
 
 
-def kill_groups_at_end(lines: Iterable[bytes]) -> None:
-    """Follow the pipe until its end, then kill every process group that is still on the list."""
+if __name__ == "__main__":
+    # only the end of the pipe counts: signals for the whole session reach this process too
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
-    for line in lines:
+    for line in sys.stdin.buffer:
         pid = int(line[1:])
         if line.startswith(b"+"):
             groups.add(pid)
         else:
             groups.discard(pid)
+    # the end of the pipe: what is still on the list has lost its parent
     for pid in groups:
         try:
             os.killpg(pid, signal.SIGKILL)
         # the group is gone, or its number belongs to another user by now
         except (ProcessLookupError, PermissionError):
             continue
-
-
-if __name__ == "__main__":
-    # only the end of the pipe counts: signals for the whole session reach this process too
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    kill_groups_at_end(sys.stdin.buffer)

@@ -69,7 +69,16 @@ def ended_run(args: argparse.Namespace) -> RunFolder | None:
 
 def run_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of the local run that the target flags name."""
-    folder = RunFolder(Path(args.run_dir) if args.run_dir else _folder_of(args.run))
+    if args.run_dir or args.run is not None:
+        # a path is taken as it is, a name is below runs/
+        folder = RunFolder(Path(args.run_dir or (args.run if "/" in args.run else RUNS_DIR / args.run)))
+    elif going := [RunFolder(path.parent) for path in RUNS_DIR.glob("*/endpoints.json")]:
+        # the file of a run that was killed is still there, so the lock counts first
+        folder = max(going, key=lambda one: (one.is_in_use, one.endpoints_path.stat().st_mtime))
+    elif ended := [RunFolder(path.parent) for path in RUNS_DIR.glob("*/recipe.json")]:
+        folder = max(ended, key=lambda one: one.recipe_path.stat().st_mtime)
+    else:
+        raise ConfigError(f"no run is in progress under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
     folder.check_entries()
     return folder
 
@@ -104,19 +113,6 @@ def runs_beside(folder: Path) -> str:
     markers = sorted(folder.parent.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parent.name for path in markers[:MAX_NAMED]]
     return ", ".join(names) + (", ..." if len(markers) > MAX_NAMED else "") if names else "none"
-
-
-def _folder_of(run: str | None) -> Path:
-    if run is not None:
-        # a path is taken as it is, a name is below runs/
-        return Path(run) if "/" in run else RUNS_DIR / run
-    going = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/endpoints.json")]
-    if going:  # the file of a run that was killed is still there, so the lock counts first
-        return max(going, key=lambda folder: (folder.is_in_use, folder.endpoints_path.stat().st_mtime)).path
-    ended = [RunFolder(path.parent) for path in RUNS_DIR.glob("*/recipe.json")]
-    if not ended:
-        raise ConfigError(f"no run is in progress under {RUNS_DIR}/; start one with `tba run RECIPE`, or give --url")
-    return max(ended, key=lambda folder: folder.recipe_path.stat().st_mtime).path
 
 
 def save_snapshot(client: BufferClient, name: str) -> SnapshotInfo:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 NUM_TRAIN, NUM_HELDOUT = 96, 32
 TERMS = range(10, 100)
@@ -132,33 +131,9 @@ def task_files(task: str) -> dict[str, str]:
         {"task": task, "prompt": prompt, "response": response, "data": {"answer": answer}, "expected": expected}
         for prompt, response, answer, expected in EXAMPLES
     ]
-    return {
-        f"{task}.toml": RECIPE.format(task=task, num_heldout=NUM_HELDOUT),
-        "prompts.jsonl": _lines(_prompts(task)),
-        "scorer.py": SCORER.format(task=task),
-        "examples.jsonl": _lines(examples),
-    }
-
-
-def write_task(folder: Path, task: str) -> list[Path]:
-    """Write the files of a new task, and return them.
-
-    Raises:
-        OSError: the folder cannot be made, a file cannot be written, or (FileExistsError) is there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in task_files(task).items():
-        with (folder / name).open("x", encoding="utf-8") as file:
-            file.write(text)
-        written.append(folder / name)
-    return written
-
-
-def _prompts(task: str) -> list[dict[str, object]]:
-    """Return prompts with different sums; the same ones every time."""
+    # different sums, the same ones every time
     chosen = random.Random(0).sample([(a, b) for a in TERMS for b in TERMS], NUM_TRAIN + NUM_HELDOUT)
-    return [
+    prompts: list[dict[str, object]] = [
         {
             "prompt_id": f"sum-{a}-{b}",
             "task": task,
@@ -169,6 +144,12 @@ def _prompts(task: str) -> list[dict[str, object]]:
         }
         for number, (a, b) in enumerate(chosen)
     ]
+    return {
+        f"{task}.toml": RECIPE.format(task=task, num_heldout=NUM_HELDOUT),
+        "prompts.jsonl": _lines(prompts),
+        "scorer.py": SCORER.format(task=task),
+        "examples.jsonl": _lines(examples),
+    }
 
 
 def _lines(rows: list[dict[str, object]]) -> str:

@@ -88,7 +88,14 @@ class ArtifactStore:
             if self._store.size_bytes(key) != file.size_bytes:
                 self._store.put_file(key, folder / file.path)
         # last, because a folder is whole as soon as its manifest is there
-        self._publish(manifest, where)
+        data = manifest.model_dump_json(indent=1).encode()
+        try:
+            self._store.put(_manifest_key(kind, name), data, create_only=True)
+        except ObjectExistsError:
+            # another push was faster; with the same content that is no conflict
+            if (other := self.find(kind, name)) is None:
+                raise
+            self._check_same(other, manifest, f"{where} was pushed with other content meanwhile")
         self.on_progress(f"{where} is pushed")
         return manifest
 
@@ -116,17 +123,6 @@ class ArtifactStore:
                 raise
             raise ConfigError(f"{folder} cannot be written ({error.strerror}); mount a volume there") from None
         return len(missing)
-
-    def _publish(self, manifest: FolderManifest, where: str) -> None:
-        data = manifest.model_dump_json(indent=1).encode()
-        try:
-            self._store.put(_manifest_key(manifest.kind, manifest.name), data, create_only=True)
-        except ObjectExistsError:
-            # another push was faster; with the same content that is no conflict
-            other = self.find(manifest.kind, manifest.name)
-            if other is None:
-                raise
-            self._check_same(other, manifest, f"{where} was pushed with other content meanwhile")
 
     @staticmethod
     def _check_same(stored: FolderManifest, manifest: FolderManifest, what: str) -> None:

@@ -30,7 +30,8 @@ def download(item: PrepareItem, folder: Path) -> str:
     """
     hub, name = hub_library(), item.hub or ""
     patterns = MODEL_FILES if item.kind == "model" else None
-    with _explained(item, _elsewhere(item)):
+    elsewhere = f"run it where there is one and copy the folder {item.path} here"
+    with _explained(item, f"{elsewhere}, or run it again later (it continues where it stopped)"):
         info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
         files = {file.rfilename: file.size for file in info.siblings}
         # an old repository: its pickles are converted after the download
@@ -64,13 +65,6 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
     if shape is None:
         raise ConfigError(f"{name} on the hub does not say its sizes")
     return shape
-
-
-def _elsewhere(item: PrepareItem) -> str:
-    return (
-        f"run it where there is one and copy the folder {item.path} here, or run it again later (it continues where it "
-        "stopped)"
-    )
 
 
 @contextlib.contextmanager

@@ -103,7 +103,10 @@ def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
     made = {item.path for item in recipe.prepare}
     for task, reward in recipe.reward.tasks.items():
         for spec in reward.scorers:
-            for path in _models_of(spec):
+            paths = [spec.model] if isinstance(spec, RewardModelSpec) else []
+            if isinstance(spec, RedteamSpec):
+                paths = [spec.victim, spec.classifier]
+            for path in paths:
                 if path in made or not is_hub_name(path):
                     yield RequiredFolder("model", path, f"reward.tasks.{task}", frozenset({"reward"}))
     inputs = training_inputs(recipe)
@@ -117,11 +120,3 @@ def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
 def is_hub_name(name: str) -> bool:
     """Return whether the text names a repository of the Hugging Face hub and not a folder."""
     return _HUB_NAME.fullmatch(name) is not None and not name.startswith("models/")
-
-
-def _models_of(spec: object) -> list[str]:
-    if isinstance(spec, RewardModelSpec):
-        return [spec.model]
-    if isinstance(spec, RedteamSpec):
-        return [spec.victim, spec.classifier]
-    return []

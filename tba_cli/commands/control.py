@@ -11,12 +11,10 @@ from tba.api import (
     RollbackRequest,
     RunInfo,
     ScaleRequest,
-    ScalingInfo,
     SearchersInfo,
     SettingsInfo,
     SettingsRequest,
 )
-from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
@@ -34,7 +32,18 @@ SOURCES = {
 
 def set_command(args: argparse.Namespace) -> int:
     """Change settings, or show them."""
-    args.run, document = _split(args)
+    runs = [item for item in args.items if "=" not in item]
+    if len(runs) > 1 or (runs and (args.url or args.run_dir)):
+        raise ConfigError(f"{runs[-1]!r} is neither KEY=VALUE nor the only name of a run; write settings as beta=0.1")
+    args.run, document = runs[0] if runs else None, dict[str, Any]()
+    for item in args.items:
+        name, sep, text = item.partition("=")
+        name = name.strip()
+        if name in document:
+            raise ConfigError(f"{name!r} is given twice, the second time as {item!r}; give every setting once")
+        if sep:
+            # None takes the change back, which is not the same as a value that equals the recipe now
+            document[name] = None if text.strip() == AS_RECIPE else parse_toml_value(text)
     settings = parse_live(document) if document else None
     with closing(open_client(args)) as client:
         if settings is None:
@@ -55,29 +64,25 @@ def settings_lines(info: SettingsInfo) -> list[str]:
     return lines + [audit.line() for audit in info.changes]
 
 
-def _split(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
-    """Return the run that was named, if any, and the settings."""
-    runs = [item for item in args.items if "=" not in item]
-    if len(runs) > 1 or (runs and (args.url or args.run_dir)):
-        raise ConfigError(f"{runs[-1]!r} is neither KEY=VALUE nor the only name of a run; write settings as beta=0.1")
-    document: dict[str, Any] = {}
-    for item in args.items:
-        name, sep, text = item.partition("=")
-        name = name.strip()
-        if name in document:
-            raise ConfigError(f"{name!r} is given twice, the second time as {item!r}; give every setting once")
-        if sep:
-            # None takes the change back, which is not the same as a value that equals the recipe now
-            document[name] = None if text.strip() == AS_RECIPE else parse_toml_value(text)
-    return runs[0] if runs else None, document
-
-
 def scale_command(args: argparse.Namespace) -> int:
     """Change the number of searchers, or show it."""
-    num = _number(args.number)
+    num = None
+    if args.number not in (None, AS_RECIPE):
+        # int() would take "1_0", " 4" and digits of other scripts
+        if not args.number.isascii() or not args.number.isdigit():
+            raise ConfigError(
+                f"{args.number!r} is neither a number of searchers nor the word recipe; for example: tba scale 4"
+            )
+        num = int(args.number)
     with closing(open_client(args)) as client:
         if args.number is None:
-            info = whole_scaling(client)
+            info = client.scaling()
+            changes = list(info.changes)
+            # the reply holds one page
+            while info.next is not None:
+                info = client.scaling(after=info.next)
+                changes += info.changes
+            info = info.model_copy(update={"changes": changes})
         else:
             info = client.scale(ScaleRequest(num_searchers=num, reason=args.reason))
     lines = [searchers_line(info.searchers)]
@@ -89,17 +94,6 @@ def scale_command(args: argparse.Namespace) -> int:
         )
     print_answer(info, lines, as_json=args.json)
     return 0
-
-
-def whole_scaling(client: BufferClient) -> ScalingInfo:
-    """Return the state of the searchers with every change, over all pages."""
-    info = client.scaling()
-    changes = list(info.changes)
-    # the reply holds one page
-    while info.next is not None:
-        info = client.scaling(after=info.next)
-        changes += info.changes
-    return info.model_copy(update={"changes": changes})
 
 
 def searchers_line(searchers: SearchersInfo) -> str:
@@ -134,13 +128,3 @@ def rollback_line(info: RunInfo) -> str | None:
     reason = f" ({info.rollback.reason})" if info.rollback.reason else ""
     paused = "; the run stays paused" if info.state == "paused" else ""
     return f"a rollback to {info.rollback.version} waits for the trainer{reason}{paused}"
-
-
-def _number(text: str | None) -> int | None:
-    """Return the number that was asked for, or None for the number of the recipe."""
-    if text is None or text == AS_RECIPE:
-        return None
-    # int() would take "1_0", " 4" and digits of other scripts
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{text!r} is neither a number of searchers nor the word recipe; for example: tba scale 4")
-    return int(text)

@@ -53,7 +53,17 @@ def evaluate_command(args: argparse.Namespace) -> int:
         return _compare_command(args, console)
     if args.limit is not None:
         raise ConfigError("--limit says how many prompts --compare A B shows; add that, or leave --limit out")
-    subject = _of_recipe(args) if args.source.endswith(RECIPE_SUFFIXES) else _of_run(args, args.version)
+    if not args.source.endswith(RECIPE_SUFFIXES):
+        subject = _of_run(args, args.version)
+    elif args.version is not None:
+        # a recipe may belong to many runs
+        raise ConfigError(f"--version names a version of a run, and {args.source} is a recipe; name the run instead")
+    else:
+        recipe = with_absolute_paths(load_recipe(args.source, sets=args.set))
+        subject = _of_folder(recipe, args.model) if args.model is not None else None
+        if subject is None:
+            folder = _checked(recipe.model.path, f"model.path of {args.source}")
+            subject = Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
     prompts = _prompts(subject.recipe, args)
     out = Path(args.out) if args.out else OUT_DIR / subject.recipe.run.name / subject.name
     report = _evaluate(subject, prompts, out, args, console)
@@ -145,13 +155,22 @@ def _evaluate(
                 fetched = subject.versions.download_model(subject.version, model)
                 manifest.write_bytes(encode_manifest(fetched.manifest))
             assert model is not None
-            has_perplexity = subject.recipe.eval.published.perplexity
+            start = None
+            if subject.recipe.eval.published.perplexity:
+                if subject.versions is None or not subject.versions.exists(START):
+                    what = "the starting model, for eval.published.perplexity,"
+                    start = _checked(subject.recipe.model.path, what)
+                else:
+                    start = Path(weights) / str(START)
+                    # else it is the evaluated model, and here already
+                    if subject.version != START:
+                        subject.versions.download_model(START, start)
             job = EvaluationJob(
                 subject=subject.description,
                 model=model,
                 version=None if subject.version is None else str(subject.version),
                 manifest=manifest,
-                start=_start(subject, Path(weights)) if has_perplexity else None,
+                start=start,
                 prompts=prompts,
                 out=folder.path,
             )
@@ -159,29 +178,6 @@ def _evaluate(
             return evaluate_here(
                 subject.recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
             )
-
-
-def _start(subject: Subject, weights: Path) -> Path:
-    """Return the folder of the starting model: as the run published it, else as the recipe names it."""
-    if subject.versions is None or not subject.versions.exists(START):
-        return _checked(subject.recipe.model.path, "the starting model, for eval.published.perplexity,")
-    folder = weights / str(START)
-    # else it is the evaluated model, and here already
-    if subject.version != START:
-        subject.versions.download_model(START, folder)
-    return folder
-
-
-def _of_recipe(args: argparse.Namespace) -> Subject:
-    """Return a model folder under the settings of a recipe: --model, else its starting model."""
-    if args.version is not None:
-        # a recipe may belong to many runs
-        raise ConfigError(f"--version names a version of a run, and {args.source} is a recipe; name the run instead")
-    recipe = with_absolute_paths(load_recipe(args.source, sets=args.set))
-    if args.model is not None:
-        return _of_folder(recipe, args.model)
-    folder = _checked(recipe.model.path, f"model.path of {args.source}")
-    return Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
 
 
 def _of_run(args: argparse.Namespace, which: str | None) -> Subject:

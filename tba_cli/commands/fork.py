@@ -55,7 +55,23 @@ def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> 
     # before the buffer is saved, which may take minutes
     check_origin(recipe)
     folder.check(resume=args.resume, fresh=args.fresh)
-    _ensure_saved(RunFolder(Path(recipe.local.runs_dir) / run), SnapshotSource(run, f"fork-{version}"), version)
+    origin, source = RunFolder(Path(recipe.local.runs_dir) / run), SnapshotSource(run, f"fork-{version}")
+    store = store_of_run(origin)
+    if store is None:
+        raise ConfigError(
+            f"there is no run {run!r} in {origin.path.parent}; name a snapshot of it that the store of the "
+            "recipe holds with --buffer NAME"
+        )
+    check_version(store, run, version)
+    # the snapshot of an earlier fork of this version is used again: evictions since then have lost more
+    if store.size_bytes(source.manifest_key) is not None:
+        return
+    if not origin.is_in_use:
+        save_ended(origin, source.name)
+        return
+    url, tokens_file, ca_file = endpoints_of(origin)
+    with closing(BufferClient(url, token=operator_client_token(tokens_file), ca_file=ca_file)) as client:
+        save_snapshot(client, source.name)
 
 
 def parse_fork(text: str) -> tuple[str, PolicyVersion]:
@@ -65,23 +81,3 @@ def parse_fork(text: str) -> tuple[str, PolicyVersion]:
         return run, PolicyVersion.parse(version)
     except ValueError:
         raise ConfigError(f"{text!r} is not of the form RUN@LINEAGE-STEP, for example quickstart@1-40") from None
-
-
-def _ensure_saved(folder: RunFolder, source: SnapshotSource, version: PolicyVersion) -> None:
-    """Save the buffer for this fork, unless the snapshot exists."""
-    store = store_of_run(folder)
-    if store is None:
-        raise ConfigError(
-            f"there is no run {source.run!r} in {folder.path.parent}; name a snapshot of it that the store of the "
-            "recipe holds with --buffer NAME"
-        )
-    check_version(store, source.run, version)
-    # the snapshot of an earlier fork of this version is used again: evictions since then have lost more
-    if store.size_bytes(source.manifest_key) is not None:
-        return
-    if not folder.is_in_use:
-        save_ended(folder, source.name)
-        return
-    url, tokens_file, ca_file = endpoints_of(folder)
-    with closing(BufferClient(url, token=operator_client_token(tokens_file), ca_file=ca_file)) as client:
-        save_snapshot(client, source.name)

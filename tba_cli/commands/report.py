@@ -48,7 +48,20 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def check_command(args: argparse.Namespace) -> int:
     """Check the ledger, of a run that is over from its files; return 1 on a violation."""
-    info, check = with_run(args, _read_ledger)
+
+    def read(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
+        # read both again when another trainer started meanwhile: other entries are abandoned then
+        for _ in range(MAX_READINGS):
+            # the run is read first: entries acked in between are newer than `step`
+            info = client.run()
+            check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step, origin=info.origin)
+            for line in ledger_lines(client):
+                check.take(line)
+            if client.run().lineage == info.lineage:
+                break
+        return info, check
+
+    info, check = with_run(args, read)
     violations = check.violations()
     document = {
         "run": info.run,
@@ -75,17 +88,3 @@ def check_command(args: argparse.Namespace) -> int:
     lines.append(f"ledger of {info.run!r}: {result} ({counts})")
     print_answer(document, lines, as_json=args.json)
     return EXIT_VIOLATION if violations else 0
-
-
-def _read_ledger(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
-    """Return the run, and the check of its whole ledger."""
-    # read both again when another trainer started meanwhile: other entries are abandoned then
-    for _ in range(MAX_READINGS):
-        # the run is read first: entries acked in between are newer than `step`
-        info = client.run()
-        check = LedgerCheck(lineage_tree(info.parents), lineage=info.lineage, step=info.step, origin=info.origin)
-        for line in ledger_lines(client):
-            check.take(line)
-        if client.run().lineage == info.lineage:
-            break
-    return info, check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -40,31 +40,38 @@ def filters_of(args: argparse.Namespace) -> RolloutFilters:
 def list_command(args: argparse.Namespace) -> int:
     """Print prompt, completion, reward, version and age of each; of one all, as JSON."""
     if args.id is not None:
-        return _show(args)
-    page = with_run(args, lambda client: _found(client, args))
+        if not re.fullmatch("[0-9a-f]{32}", args.id):
+            raise ConfigError(
+                f"{args.id!r} is no rollout id: give all 32 hexadecimal digits, as `tba rollouts list` prints "
+                "them; a part of them is not enough"
+            )
+        found = with_run(args, lambda client: client.get_rollout(args.id))
+        print(found.model_dump_json(indent=2, ensure_ascii=True))
+        return 0
+
+    def read(client: BufferClient) -> RolloutPage:
+        """Return as many rollouts as were asked for, if there are so many: a page may hold fewer."""
+        rollouts: list[RolloutInfo] = []
+        cursor, num_read = None, 0
+        while True:
+            page = client.list_rollouts(
+                order=args.order,
+                limit=min(MAX_PER_PAGE, args.limit - len(rollouts)),
+                cursor=cursor,
+                text_chars=args.text_chars,
+                **filters_of(args),
+            )
+            rollouts += page.rollouts
+            cursor, num_read = page.next, num_read + page.num_read
+            if cursor is None or len(rollouts) >= args.limit:
+                return RolloutPage(rollouts=rollouts, next=cursor, num_read=num_read)
+
+    page = with_run(args, read)
     lines = [line for rollout in page.rollouts for line in lines_of(rollout)] or ["no stored rollout matches"]
     if page.next is not None:
         lines.append("there are more: raise --limit")
     print_answer(page, lines, as_json=args.json)
     return 0
-
-
-def _found(client: BufferClient, args: argparse.Namespace) -> RolloutPage:
-    """Return as many rollouts as were asked for, if there are so many: a page may hold fewer."""
-    rollouts: list[RolloutInfo] = []
-    cursor, num_read = None, 0
-    while True:
-        page = client.list_rollouts(
-            order=args.order,
-            limit=min(MAX_PER_PAGE, args.limit - len(rollouts)),
-            cursor=cursor,
-            text_chars=args.text_chars,
-            **filters_of(args),
-        )
-        rollouts += page.rollouts
-        cursor, num_read = page.next, num_read + page.num_read
-        if cursor is None or len(rollouts) >= args.limit:
-            return RolloutPage(rollouts=rollouts, next=cursor, num_read=num_read)
 
 
 def lines_of(rollout: RolloutInfo) -> list[str]:
@@ -87,18 +94,6 @@ def lines_of(rollout: RolloutInfo) -> list[str]:
     return [*lines, escape_controls(f"  completion: {rollout.response_text!r}{more}")]
 
 
-def _show(args: argparse.Namespace) -> int:
-    """Print all that is known of one rollout."""
-    if not re.fullmatch("[0-9a-f]{32}", args.id):
-        raise ConfigError(
-            f"{args.id!r} is no rollout id: give all 32 hexadecimal digits, as `tba rollouts list` prints "
-            "them; a part of them is not enough"
-        )
-    rollout = with_run(args, lambda client: client.get_rollout(args.id))
-    print(rollout.model_dump_json(indent=2, ensure_ascii=True))
-    return 0
-
-
 def export_command(args: argparse.Namespace) -> int:
     """Write the rollouts that match to a Parquet file, the oldest first, and print how many."""
     path = Path(args.out)
@@ -109,20 +104,14 @@ def export_command(args: argparse.Namespace) -> int:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of --out {path} does not exist; make it first")
     num_bytes = with_run(args, lambda client: client.export_rollouts(path, **filters_of(args)))
-    found = _counts(path)
-    what = "the rollouts" if found["num_rollouts"] is None else f"{found['num_rollouts']} rollouts"
-    evicted = f" ({found['num_evicted']} more were evicted before they were read)" if found["num_evicted"] else ""
-    line = f"wrote {what}{evicted} to {path}, {num_bytes:,} bytes"
-    print_answer({"out": str(path), **found, "num_bytes": num_bytes}, [line], as_json=args.json)
-    return 0
-
-
-def _counts(path: Path) -> dict[str, int | None]:
-    """Return how many rollouts an export holds and how many are missing; None where pyarrow is not here to count."""
-    try:
+    num_rollouts = num_evicted = None
+    with suppress(ModuleNotFoundError):  # where pyarrow is not here, nobody counts
         from pyarrow import parquet
-    except ModuleNotFoundError:
-        return {"num_rollouts": None, "num_evicted": None}
-    metadata = parquet.read_metadata(path)
-    num_evicted = int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0))
-    return {"num_rollouts": metadata.num_rows, "num_evicted": num_evicted}
+
+        metadata = parquet.read_metadata(path)
+        num_rollouts, num_evicted = metadata.num_rows, int((metadata.metadata or {}).get(EVICTED_KEY.encode(), 0))
+    what = "the rollouts" if num_rollouts is None else f"{num_rollouts} rollouts"
+    evicted = f" ({num_evicted} more were evicted before they were read)" if num_evicted else ""
+    document = {"out": str(path), "num_rollouts": num_rollouts, "num_evicted": num_evicted, "num_bytes": num_bytes}
+    print_answer(document, [f"wrote {what}{evicted} to {path}, {num_bytes:,} bytes"], as_json=args.json)
+    return 0

@@ -42,6 +42,11 @@ def run_command(args: argparse.Namespace) -> int:
         recipe = resumed
     elif args.fork is not None:
         save_origin(args, recipe, folder)
+    # the command that began this run, without --resume and --fresh
+    words = [*this_program(), "run"] + ([] if args.recipe is None else [args.recipe])
+    flags = [("--fork", args.fork), ("--run-name", args.run_name), ("--buffer", args.buffer), ("--seed", args.seed)]
+    for flag, value in [*flags, *(("--set", item) for item in args.set)]:
+        words += [] if value is None else [flag, str(value)]
     return run_local(
         recipe,
         document=document,
@@ -49,7 +54,7 @@ def run_command(args: argparse.Namespace) -> int:
         resume=args.resume,
         fresh=args.fresh,
         console=console,
-        resume_command=command_line(args),
+        resume_command=shlex.join(words),
     )
 
 
@@ -76,26 +81,12 @@ def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console
     sets = args.set if args.seed is None else [*args.set, f"run.seed={args.seed}"]
     recipe = with_absolute_paths(resume_recipe(folder, args.recipe, sets, on_difference=console.result))
     check_constant(began, recipe)
-    if folder.is_finished and not _continues_finished(folder, began, recipe, console):
-        return None
-    return recipe
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """Return the command that began this run, without --resume and --fresh."""
-    words = [*this_program(), "run"] + ([] if args.recipe is None else [args.recipe])
-    flags = [("--fork", args.fork), ("--run-name", args.run_name), ("--buffer", args.buffer), ("--seed", args.seed)]
-    for flag, value in [*flags, *(("--set", item) for item in args.set)]:
-        words += [] if value is None else [flag, str(value)]
-    return shlex.join(words)
-
-
-def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, console: Console) -> bool:
-    """Return whether a recipe asks for more training than a finished run has done; else print the run's results."""
+    if not folder.is_finished:
+        return recipe
     summary = read_summary(folder.path)
     step = summary["steps"]
     if step < recipe.trainer.num_steps:
-        return True
+        return recipe
     said = (
         f"run folder {folder.path} holds a run that is finished at step {step}: there is nothing to resume; to train "
         f"on, set trainer.num_steps above {step}; `tba run --fork {folder.path.name}@LINEAGE-STEP --run-name NEW_NAME` "
@@ -106,4 +97,4 @@ def _continues_finished(folder: RunFolder, began: Recipe, recipe: Recipe, consol
     console.result(said)
     for line in result_lines(summary, folder):
         console.result(line)
-    return False
+    return None

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from tba.api import ScoreItem, ScoreResult
 from tba.clients import RewardClient
-from tba.config import Recipe, load_recipe
+from tba.config import load_recipe
 from tba.errors import ConfigError
 from tba.fields import StrictModel, first_problem
 from tba_cli.console import print_answer
@@ -59,12 +59,35 @@ class Scored(StrictModel):
 def score_command(args: argparse.Namespace) -> int:
     """Score every example and print a table; return 1 where one has another reward than expected, or none."""
     recipe = with_absolute_paths(load_recipe(args.recipe, sets=args.set))
-    examples = _examples(Path(args.file))
+    examples: dict[str, Example] = {}
+    for row in jsonl_rows(Path(args.file)):
+        try:
+            examples[row.where.rpartition(", ")[2]] = Example.model_validate(row.values)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{row.where}: {first_problem(error)}; an example is "
+                '{"task": TEXT, "prompt": TEXT, "response": TEXT, "data": {...}, "expected": NUMBER}, the last two '
+                "where there are any"
+            ) from None
     if not examples:
         raise ConfigError(f"there are no examples in {args.file}; one is enough")
-    from tba_cli.local.reward_trial import ask_scorers  # no image holds the launcher
+    from tba_cli.local.reward_trial import ask_scorers, made_up_tokens  # no image holds the launcher
 
-    scored = ask_scorers(recipe, lambda client: [_score(client, recipe, *pair) for pair in examples.items()])
+    def score(client: RewardClient) -> list[Scored]:
+        scored = []
+        # each in a request of its own, so that its time is known
+        for name, example in examples.items():
+            tokens = made_up_tokens(example.response) if recipe.reward.takes_tokens(example.task) else None
+            try:
+                item = ScoreItem(item_id=name, response_tokens=tokens, **example.model_dump(exclude={"expected"}))
+            except ValidationError as error:
+                raise ConfigError(f"{name}: {first_problem(error)}; correct the example") from None
+            began_s = time.monotonic()
+            (result,) = client.score([item]).results
+            scored.append(Scored(name=name, example=example, took_s=time.monotonic() - began_s, result=result))
+        return scored
+
+    scored = ask_scorers(recipe, score)
     wrong = [each for each in scored if each.is_mismatch]
     num_errors = sum(each.result.error is not None for each in scored)
     rows = [{**each.model_dump(mode="json"), "mismatch": each.is_mismatch} for each in scored]
@@ -76,39 +99,6 @@ def score_command(args: argparse.Namespace) -> int:
     document = {"examples": rows, "num_mismatches": len(wrong), "num_errors": num_errors}
     print_answer(document, lines, as_json=args.json)
     return EXIT_FAILED if wrong or num_errors else 0
-
-
-def _examples(path: Path) -> dict[str, Example]:
-    """Return name and content of each line."""
-    found = {}
-    for row in jsonl_rows(path):
-        try:
-            found[row.where.rpartition(", ")[2]] = Example.model_validate(row.values)
-        except ValidationError as error:
-            raise ConfigError(
-                f"{row.where}: {first_problem(error)}; an example is "
-                '{"task": TEXT, "prompt": TEXT, "response": TEXT, "data": {...}, "expected": NUMBER}, the last two '
-                "where there are any"
-            ) from None
-    return found
-
-
-def _score(client: RewardClient, recipe: Recipe, name: str, example: Example) -> Scored:
-    """Score one example in a request of its own, so that its time is known."""
-    from tba_cli.local.reward_trial import made_up_tokens
-
-    has_tokens = recipe.reward.takes_tokens(example.task)
-    try:
-        item = ScoreItem(
-            item_id=name,
-            response_tokens=made_up_tokens(example.response) if has_tokens else None,
-            **example.model_dump(exclude={"expected"}),
-        )
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {first_problem(error)}; correct the example") from None
-    began_s = time.monotonic()
-    (result,) = client.score([item]).results
-    return Scored(name=name, example=example, took_s=time.monotonic() - began_s, result=result)
 
 
 def table_lines(scored: Sequence[Scored]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
-from tba_cli.child_processes import run_program
+from tba_cli.child_processes import ask_program
 from tba_cli.commands.config import EXIT_FAILED, size_text
 from tba_cli.console import print_answer
 from tba_cli.resolve import with_absolute_paths
@@ -44,7 +43,10 @@ def sizing_command(args: argparse.Namespace) -> int:
         return _shape_in(recipe, path)
 
     shape, gpu_bytes = shape_of(recipe.model.path), round(gib * GIB)
-    found, trace = estimate(recipe, shape), _trace(recipe, shape)
+    found = estimate(recipe, shape)
+    # the resolved recipe: the program must not read the variables of this shell again
+    config, model = with_absolute_paths(recipe).model_dump_json(), json.dumps(shape.config)
+    trace = ask_program("tba_trainer.memory_trace", config=config, model=model)
     layout = gpu_layout(recipe, shape_of, trainer_peak_bytes=trace["peak_bytes"])
     problems = list(misfits(layout, gpu_bytes))
     lines = list(_lines(recipe, shape, trace, found))
@@ -69,17 +71,6 @@ def _shape_in(recipe: Recipe, path: str) -> ModelShape:
     if item is None or item.hub is None:
         raise ConfigError(f"{folder} is not here, and the recipe names no model of the hub for it; set model.path")
     return shape_on_hub(item.hub, item.revision)
-
-
-def _trace(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
-    """Return what the program of the trainer prints; it needs torch, which this process never imports."""
-    with tempfile.TemporaryDirectory(prefix="tba-sizing-") as folder:
-        config, model = Path(folder) / "recipe.json", Path(folder) / "config.json"
-        # the resolved recipe: the program must not read the variables of this shell again
-        config.write_text(with_absolute_paths(recipe).model_dump_json(), encoding="utf-8")
-        model.write_text(json.dumps(shape.config), encoding="utf-8")
-        words = ["--config", str(config), "--model", str(model)]
-        return json.loads(run_program("tba_trainer.memory_trace", words))
 
 
 def _lines(recipe: Recipe, shape: ModelShape, trace: Mapping[str, Any], found: Estimate) -> Iterator[str]:

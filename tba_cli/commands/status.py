@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tba.api import ENDED, ComponentInfo, EvalInfo, RunChange, RunCommand, RunInfo, SettingsInfo, Stats
+from tba.api import ENDED, RunCommand, RunInfo, SettingsInfo, Stats
 from tba.clients import BufferClient
 from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
@@ -19,12 +19,7 @@ from tba.fields import escape_controls
 from tba.versions import START
 from tba_cli.commands.control import rollback_line, searchers_line
 from tba_cli.console import known, print_answer
-from tba_cli.reports.comparison import best_text
 from tba_cli.run_target import ended_run, open_client
-
-if TYPE_CHECKING:
-    from tba_cli.run_folder import RunFolder
-
 
 FOLLOW_S = 1.0
 LASTING_S = 1.0
@@ -41,12 +36,25 @@ def status_command(args: argparse.Namespace) -> int:
     For a run that is over, print since when and why, and what its files hold.
     """
     folder = ended_run(args)
-    if folder is not None:
-        return _ended_status(folder, as_json=args.json)
-    with closing(open_client(args)) as client:
-        if args.follow:
-            return follow(client, as_json=args.json)
-        document, lines = _read(client)
+    if folder is None:
+        with closing(open_client(args)) as client:
+            if args.follow:
+                return follow(client, as_json=args.json)
+            document, lines = _read(client)
+    else:
+        from tba_cli.local.ended_run import read_ended
+        from tba_cli.reports.history import load_end
+
+        end = load_end(folder)
+        document, (state, *others) = read_ended(folder, partial(_read, is_over=True))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
+        lines = [f"run {document['run']['run']!r} is over since {since}: {end.reason}"]
+        if not folder.is_finished:
+            path, here = folder.recipe_path, Path.cwd()
+            path = path.relative_to(here) if path.is_relative_to(here) else path
+            lines.append(f"  resume with: tba run {path} --resume")
+        document = {"ended": end.model_dump(mode="json"), **document}
+        lines += [f"  its last state: {state}", *others]
     print_answer(document, lines, as_json=args.json)
     return 0
 
@@ -60,22 +68,6 @@ def _read(client: BufferClient, *, is_over: bool = False) -> tuple[dict[str, Any
     parts = {"run": info, "stats": stats, "settings": settings, "summary": summary}
     document = {name: part.model_dump(mode="json") for name, part in parts.items()}
     return document, status_lines(info, stats, settings, summary.advice)
-
-
-def _ended_status(folder: RunFolder, *, as_json: bool) -> int:
-    from tba_cli.local.ended_run import read_ended
-    from tba_cli.reports.history import load_end
-
-    end = load_end(folder)
-    document, (state, *others) = read_ended(folder, partial(_read, is_over=True))
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end.at_s))
-    lines = [f"run {document['run']['run']!r} is over since {since}: {end.reason}"]
-    if not folder.is_finished:
-        path, here = folder.recipe_path, Path.cwd()
-        lines.append(f"  resume with: tba run {path.relative_to(here) if path.is_relative_to(here) else path} --resume")
-    document = {"ended": end.model_dump(mode="json"), **document}
-    print_answer(document, [*lines, f"  its last state: {state}", *others], as_json=as_json)
-    return 0
 
 
 def follow(client: BufferClient, *, as_json: bool) -> int:
@@ -112,7 +104,36 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo, advice: st
         advice: what to try (`RunSummary.advice`).
     """
     facts = [] if advice is None else [advice]
-    facts += [*_state_facts(info), *_stock_facts(info, stats), *_change_facts(stats, settings), *_going_facts(info)]
+    facts += _state_facts(info)
+    # versions, rollouts, tokens and prompts that there are
+    is_lagging = info.sampling_version not in (None, info.latest_version)
+    lagging = f" (searchers sample with {info.sampling_version})" if is_lagging else ""
+    facts.append(f"latest version {info.latest_version or 'none'}{lagging}, checkpoint {info.checkpoint or 'none'}")
+    # no rollout has been stored so far: a quotient would be infinite
+    ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
+    used_up = f", {stats.num_used_up} used up" if stats.num_used_up else ""
+    facts.append(
+        f"rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
+        f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}"
+    )
+    if stats.tokens is not None:
+        facts.append(stats.tokens.line())
+    facts.append(f"prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out")
+    # what differs from the recipe, and what was dropped
+    if changed := settings.settings.changed():
+        values = (
+            f"{name} {setting_text(value)} (recipe: {setting_text(getattr(settings.recipe, name))})"
+            for name, value in changed.items()
+        )
+        facts.append(f"changed settings (revision {settings.revision}): {', '.join(values)}")
+    for what, counts in (
+        ("evicted", stats.evicted),
+        ("batches skipped by the trainer", stats.batches_skipped),
+        ("rollouts refused by the trainer", stats.rollouts_refused_by_trainer),
+    ):
+        if counts:
+            facts.append(f"{what}: {', '.join(f'{reason} {number}' for reason, number in sorted(counts.items()))}")
+    facts += _going_facts(info)
     return [state_line(info), *(f"  {fact}" for fact in facts)]
 
 
@@ -130,69 +151,31 @@ def _state_facts(info: RunInfo) -> Iterator[str]:
     if info.num_lost_changes:
         yield f"{info.num_lost_changes} acknowledged changes were lost by Redis"
     if info.last_change is not None:
-        yield change_line(info.last_change)
+        change = info.last_change
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at_s))
+        said = "a new start" if change.command == "lineage" else repr(change.command)
+        yield f"{change.old} -> {change.new} by the {change.role} ({said}) at {at}, after step {change.step}"
     parent = info.parents.get(info.lineage, str(START))
     if parent != str(START):
         yield f"lineage {info.lineage} began at {parent}"
-
-
-def _stock_facts(info: RunInfo, stats: Stats) -> Iterator[str]:
-    """Yield the versions, rollouts, tokens and prompts that there are."""
-    is_lagging = info.sampling_version not in (None, info.latest_version)
-    lagging = f" (searchers sample with {info.sampling_version})" if is_lagging else ""
-    yield f"latest version {info.latest_version or 'none'}{lagging}, checkpoint {info.checkpoint or 'none'}"
-    # no rollout has been stored so far: a quotient would be infinite
-    ratio = "none yet" if stats.samples_per_insert is None else f"{stats.samples_per_insert:.2f}"
-    used_up = f", {stats.num_used_up} used up" if stats.num_used_up else ""
-    yield (
-        f"rollouts: {stats.rollouts_generated} generated, {stats.num_rollouts} stored ({stats.num_pending} pending, "
-        f"{stats.num_failed} failed{used_up}), {stats.rollouts_trained} trained; samples per insert {ratio}"
-    )
-    if stats.tokens is not None:
-        yield stats.tokens.line()
-    yield f"prompts: {stats.num_prompts_train} to train on, {stats.num_prompts_heldout} held out"
-
-
-def _change_facts(stats: Stats, settings: SettingsInfo) -> Iterator[str]:
-    """Yield what differs from the recipe, and what was dropped."""
-    if changed := settings.settings.changed():
-        values = (
-            f"{name} {setting_text(value)} (recipe: {setting_text(getattr(settings.recipe, name))})"
-            for name, value in changed.items()
-        )
-        yield f"changed settings (revision {settings.revision}): {', '.join(values)}"
-    for what, counts in (
-        ("evicted", stats.evicted),
-        ("batches skipped by the trainer", stats.batches_skipped),
-        ("rollouts refused by the trainer", stats.rollouts_refused_by_trainer),
-    ):
-        if counts:
-            yield f"{what}: {', '.join(f'{reason} {number}' for reason, number in sorted(counts.items()))}"
 
 
 def _going_facts(info: RunInfo) -> Iterator[str]:
     """Yield what the parts of the run do, what they wait for, and what was measured."""
     if info.searchers is not None:
         yield searchers_line(info.searchers)
-    yield from _component_facts(info.components)
-    for wait in info.waits:
-        left_s = max(0.0, wait.deadline_in_s)
-        yield f"{wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, at most {left_s:.0f} s more"
-    for item in info.evals:
-        yield eval_line(item)
-    if info.best is not None:
-        yield best_text(info.best)
-
-
-def _component_facts(components: Sequence[ComponentInfo]) -> Iterator[str]:
-    """Yield a line for each component, with its alarms; only count those that ended as they should."""
     ended: list[str] = []
-    for item in components:
+    for item in info.components:
         alarms = [name for name, num in sorted(item.gauges.items()) if name.startswith("alarms_") and num]
+        # those that ended as they should are only counted
         if item.state in ENDED and not item.alive and not alarms:
             ended.append(item.component_id)
             continue
-        yield component_line(item)
+        # the version of a trainer is the step of the run
+        version = f", version {item.version or 'none'}" if item.kind == "searcher" else ""
+        note = f" ({item.note})" if item.note else ""
+        silent = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
+        yield f"{item.component_id}: {item.state}{version}{note}{silent}"
         for alarm in alarms:
             name, num = alarm.removeprefix("alarms_"), item.gauges[alarm]
             on = " and is on" if item.gauges.get(f"alarm_on_{name}") else ""
@@ -200,29 +183,19 @@ def _component_facts(components: Sequence[ComponentInfo]) -> Iterator[str]:
     if ended:
         more = f" and {len(ended) - NUM_NAMED} more" if len(ended) > NUM_NAMED else ""
         yield f"{len(ended)} components have ended: {', '.join(ended[:NUM_NAMED])}{more}"
-
-
-def change_line(change: RunChange) -> str:
-    """Return who brought the run into its state, and when, by this machine's clock."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.at_s))
-    said = "a new start" if change.command == "lineage" else repr(change.command)
-    return f"{change.old} -> {change.new} by the {change.role} ({said}) at {at}, after step {change.step}"
-
-
-def component_line(item: ComponentInfo) -> str:
-    """Return what a component does; for searchers also with which weights."""
-    # the version of a trainer is the step of the run
-    version = f", version {item.version or 'none'}" if item.kind == "searcher" else ""
-    note = f" ({item.note})" if item.note else ""
-    silent = "" if item.alive else f"  SILENT for {item.heartbeat_age_s:.0f} s"
-    return f"{item.component_id}: {item.state}{version}{note}{silent}"
-
-
-def eval_line(item: EvalInfo) -> str:
-    """Return how far an evaluation is, or what it measured."""
-    name = f"evaluation of {item.version}{' (abandoned: the run went back)' if item.abandoned else ''}"
-    if item.state != "done":
-        return f"{name}: {item.state}, {item.num_done} of {item.num_prompts} prompts"
-    sampled, greedy = known(item.accuracy), known(item.greedy_accuracy)
-    more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
-    return f"{name}: accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"
+    for wait in info.waits:
+        left_s = max(0.0, wait.deadline_in_s)
+        yield f"{wait.owner} waits for {wait.name!r}: {wait.for_s:.0f} s so far, at most {left_s:.0f} s more"
+    for item in info.evals:
+        name = f"evaluation of {item.version}{' (abandoned: the run went back)' if item.abandoned else ''}"
+        if item.state == "done":
+            sampled, greedy = known(item.accuracy), known(item.greedy_accuracy)
+            more = "".join(f", pass@{k} {value:.3f}" for k, value in item.pass_at.items() if value is not None)
+            yield f"{name}: accuracy {sampled} sampled, {greedy} greedy{more} on {item.num_prompts} held-out prompts"
+        else:
+            yield f"{name}: {item.state}, {item.num_done} of {item.num_prompts} prompts"
+    if info.best is not None:
+        yield (
+            f"best version {info.best.version}: {info.best.metric} {info.best.value:.3f} on the "
+            f"{info.best.num_prompts} held-out prompts that all evaluations have in common"
+        )

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import sys
+import tempfile
 import time
-from contextlib import ExitStack, closing
+import webbrowser
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
-from tba_cli.browser import opened_page
 from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder
 
+REDIRECT = (
+    '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer"><title>tba</title>\n'
+    '<meta http-equiv="refresh" content="0; url={url}">\n'
+    '<p><a href="{url}">the page of the run</a></p>\n'
+)
 READ_S = 5.0
 """A browser that has to start first reads its file within this time."""
 
@@ -25,12 +34,26 @@ def view_command(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
 
         def show(page: Page) -> None:
-            _print(page, args)
+            if args.json:
+                print(json.dumps({"url": page.url}), flush=True)
+            else:
+                # a terminal keeps what it has shown, and whoever has the token may steer the run
+                print(page.address, flush=True)
+            if not args.json and page.url != page.address:
+                where = "" if page.token_file is None else f" in {page.token_file}"
+                print(
+                    f"where no browser opens, it asks for a token: that of the operator{where}; --json prints it too",
+                    file=sys.stderr,
+                )
             if is_opened:
                 stack.enter_context(opened_page(page.url))
 
         if ended is None:
-            show(_page(args))
+            client, url = open_target(args)
+            with closing(client):
+                # a wrong address or token is a sentence here, and an empty page in a browser
+                client.run()
+            show(Page(url, args.token_file or (None if args.url else endpoints_of(run_folder(args))[1])))
             time.sleep(READ_S * is_opened)
         else:
             from tba_cli.local.ended_run import serve_ended  # no image holds the launcher
@@ -39,24 +62,16 @@ def view_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(page: Page, args: argparse.Namespace) -> None:
-    if args.json:
-        print(json.dumps({"url": page.url}), flush=True)
-        return
-    # a terminal keeps what it has shown, and whoever has the token may steer the run
-    print(page.address, flush=True)
-    if page.url != page.address:
-        where = "" if page.token_file is None else f" in {page.token_file}"
-        print(
-            f"where no browser opens, it asks for a token: that of the operator{where}; --json prints it too",
-            file=sys.stderr,
-        )
+@contextmanager
+def opened_page(url: str) -> Iterator[None]:
+    """Open an address by a file that only this user can read, and which leads there; delete the file at the end.
 
-
-def _page(args: argparse.Namespace) -> Page:
-    """Return the page of a run in progress."""
-    client, url = open_target(args)
-    with closing(client):
-        # a wrong address or token is a sentence here, and an empty page in a browser
-        client.run()
-    return Page(url, args.token_file or (None if args.url else endpoints_of(run_folder(args))[1]))
+    The arguments of a process, where the token of the address would stand, are visible to other users.
+    """
+    with tempfile.TemporaryDirectory(prefix="tba-view-") as folder:
+        path = Path(folder) / "page.html"
+        # the mode from the first byte on
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(REDIRECT.format(url=html.escape(url)))
+        webbrowser.open(path.as_uri())
+        yield

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from tba.api import RunInfo
 from tba.config import Recipe
@@ -16,7 +15,6 @@ from tba.store import ObjectStore, open_store
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions, checkpoint_prefix, complete_versions, incomplete_versions
 from tba.weights.retention import reasons_to_keep
-from tba.wire.weight_manifest import Manifest
 from tba_cli.commands.config import size_text
 from tba_cli.commands.export import recipe_of
 from tba_cli.commands.rollouts import with_run
@@ -98,11 +96,41 @@ def list_command(args: argparse.Namespace) -> int:
         except MalformedError as error:  # show the others before it is raised
             damaged = MalformedError(f"version {version}: {error}")
             continue
-        listed.append(_listed(manifest, None if reasons is None else reasons.get(version, [])))
+        delta, adapter = manifest.delta, manifest.adapter
+        kind = "adapter" if adapter else "full" if delta is None else "both" if manifest.is_full else "delta"
+        stored_against = adapter or delta
+        listed.append(
+            {
+                "version": manifest.version,
+                "created_at_s": manifest.created_at_s,
+                "kind": kind,
+                "stored_bytes": sum(stored.size_bytes for stored in (*manifest.full, *manifest.changes)),
+                "full_bytes": manifest.full_bytes,
+                "base": None if stored_against is None else stored_against.base,
+                "num_deltas": 0 if manifest.is_full or delta is None else delta.num_to_full,
+                # None: nobody could be asked what is held. Empty: nothing needs it
+                "kept": None if reasons is None else reasons.get(version, []),
+            }
+        )
     if args.json:
         print(json.dumps({"run": place.run, "unknown": unknown, "versions": listed}, indent=1))
     elif listed:
-        print("\n".join(_list_lines(listed)))
+        row = "{:<9} {:<19} {:<7} {:>9} {:>9} {:>6} {:<9} {:>6}  {}"
+        print(row.format("version", "published", "kind", "stored", "full", "ratio", "base", "deltas", "kept because"))
+        for item in listed:
+            cells = (
+                item["version"],
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item["created_at_s"])),
+                item["kind"],
+                size_text(item["stored_bytes"]),
+                size_text(item["full_bytes"]),
+                f"{item['full_bytes'] / max(1, item['stored_bytes']):.3g}",
+                item["base"] or "",
+                item["num_deltas"],
+                "unknown" if item["kept"] is None else "; ".join(item["kept"]) or "nothing needs it",
+            )
+            print(escape_controls(row.format(*cells)))
+        print(f"{len(listed)} versions, {size_text(sum(item['stored_bytes'] for item in listed))} in the store")
         if unknown is not None:
             print(escape_controls(f"what holds them is unknown: {unknown}"))
     elif damaged is None:
@@ -110,48 +138,6 @@ def list_command(args: argparse.Namespace) -> int:
     if damaged is not None:
         raise damaged
     return 0
-
-
-def _listed(manifest: Manifest, kept: list[str] | None) -> dict[str, Any]:
-    """Return one version of the list.
-
-    Args:
-        kept: why it is kept; None: nobody could be asked what is held. Empty: nothing needs it.
-    """
-    delta, adapter = manifest.delta, manifest.adapter
-    kind = "adapter" if adapter else "full" if delta is None else "both" if manifest.is_full else "delta"
-    stored_against = adapter or delta
-    return {
-        "version": manifest.version,
-        "created_at_s": manifest.created_at_s,
-        "kind": kind,
-        "stored_bytes": sum(stored.size_bytes for stored in (*manifest.full, *manifest.changes)),
-        "full_bytes": manifest.full_bytes,
-        "base": None if stored_against is None else stored_against.base,
-        "num_deltas": 0 if manifest.is_full or delta is None else delta.num_to_full,
-        "kept": kept,
-    }
-
-
-def _list_lines(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line per version under a heading, the columns aligned."""
-    line = "{:<9} {:<19} {:<7} {:>9} {:>9} {:>6} {:<9} {:>6}  {}"
-    lines = [line.format("version", "published", "kind", "stored", "full", "ratio", "base", "deltas", "kept because")]
-    for item in listed:
-        cells = (
-            item["version"],
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(item["created_at_s"])),
-            item["kind"],
-            size_text(item["stored_bytes"]),
-            size_text(item["full_bytes"]),
-            f"{item['full_bytes'] / max(1, item['stored_bytes']):.3g}",
-            item["base"] or "",
-            item["num_deltas"],
-            "unknown" if item["kept"] is None else "; ".join(item["kept"]) or "nothing needs it",
-        )
-        lines.append(escape_controls(line.format(*cells)))
-    total_bytes = sum(item["stored_bytes"] for item in listed)
-    return [*lines, f"{len(listed)} versions, {size_text(total_bytes)} in the store"]
 
 
 # ---- Delete ---------------------------------------------------------------------------------------------------------
@@ -162,7 +148,21 @@ def gc_command(args: argparse.Namespace) -> int:
     place = VersionStore(args)
     # listed before the buffer is asked: what is published meanwhile is not touched
     existing = place.versions.versions()
-    info = _held(args, place)
+    try:
+        info = _ask(args)
+    except TbaError as error:
+        if not args.run_is_over:
+            raise ConfigError(
+                f"nothing was deleted, since nobody says which versions are held: {error}; if the run is over and will "
+                "not be resumed, say --run-is-over"
+            ) from None
+        if not (_is_store_alone(args) or args.url) and run_folder(args).is_in_use:
+            raise ConfigError(
+                f"nothing was deleted: run {place.run!r} is in progress, and its buffer cannot be asked: {error}"
+            ) from None
+        info = None  # the run is over, and nobody can be asked
+    if info is not None:
+        _check_run(info, place)
     kept = place.reasons(existing, info)
     whole = [version for version in reversed(existing) if version not in kept]
     # a trainer may write one of its own lineage now; 0-0 stays, since publishing it again completes it
@@ -189,22 +189,3 @@ def gc_command(args: argparse.Namespace) -> int:
     if info is None and args.dry_run:
         print("which version was best is known to the buffer alone: export it before you delete")
     return 0
-
-
-def _held(args: argparse.Namespace, place: VersionStore) -> RunInfo | None:
-    """Return the run as its buffer knows it; None: `--run-is-over`, and nobody can be asked."""
-    try:
-        info = _ask(args)
-    except TbaError as error:
-        if not args.run_is_over:
-            raise ConfigError(
-                f"nothing was deleted, since nobody says which versions are held: {error}; if the run is over and will "
-                "not be resumed, say --run-is-over"
-            ) from None
-        if not (_is_store_alone(args) or args.url) and run_folder(args).is_in_use:
-            raise ConfigError(
-                f"nothing was deleted: run {place.run!r} is in progress, and its buffer cannot be asked: {error}"
-            ) from None
-        return None
-    _check_run(info, place)
-    return info

@@ -123,11 +123,6 @@ def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = Non
     folder, is_going = RunFolder(Path(recipe.local.runs_dir) / recipe.run.name), False
     if is_local and folder.endpoints_path.is_file() and folder.config_path.is_file():
         recipe, is_going = load_recipe(folder.config_path, environ={}), True
-    return Target(recipe, _services(service), is_local, is_going, num_gpus)
-
-
-def _services(service: str | None) -> frozenset[str]:
-    if service is not None:
-        return frozenset({service})
-    found = frozenset(name for name in SERVICES if importlib.util.find_spec(f"tba_{name}") is not None)
-    return found or frozenset(SERVICES)
+    installed = [name for name in SERVICES if importlib.util.find_spec(f"tba_{name}") is not None]
+    services = frozenset(installed or SERVICES if service is None else [service])
+    return Target(recipe, services, is_local, is_going, num_gpus)

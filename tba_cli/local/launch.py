@@ -21,12 +21,11 @@ from tba_cli.local.reward_trial import try_scorers
 from tba_cli.local.supervisor import StopRequestedError, Supervisor
 from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
-from tba_cli.reports.outputs import delete_run_objects, result_lines
+from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import check_custom_objects, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
-from tba_cli.setup.prepare import endless_warning, prepare_at_start
-from tba_cli.setup.try_model import try_model
+from tba_cli.setup.prepare import endless_warning, prepare_at_start, try_model
 
 EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
@@ -144,7 +143,15 @@ def _prepare(
             try_model(original)
         # a store inside the folder is deleted with the folder
         if not store.url.startswith(f"file://{folder.path}/"):
-            delete_run_objects(store, run=original.run.name, allowed=fresh)
+            keys = store.list(f"runs/{original.run.name}/")
+            # weights of two runs under one name would be mixed
+            if keys and not fresh:
+                raise ConfigError(
+                    f"object store {store.url} already holds {len(keys)} objects of a run named "
+                    f"{original.run.name!r}; give another name with --run-name, or delete them with --fresh"
+                )
+            for key in keys:
+                store.delete(key)
         # every check has passed: from here on an older run is deleted
         folder.clear()
     folder.make_folders()

@@ -258,7 +258,30 @@ class ProcessManager:
         """
         while True:
             child = await self._ended.get()
-            await self._handle_end(child, child.exit_code.result())
+            code, part = child.exit_code.result(), child.spec.part
+            if child in self._retired or (self._run_is_over and part.ends == "with the run"):
+                continue
+            if code == 0 and part.ends == "by itself":
+                continue
+            if code == 0 and part.ends == "with the run" and self.is_over is not None and await self.is_over():
+                continue
+            end = self._describe_end(child, code)
+            if not part.is_restarted:
+                raise ChildError(end)
+            if code != EXIT_CONFIG and self._num_searcher_restarts < MAX_SEARCHER_RESTARTS:
+                self._num_searcher_restarts += 1
+                count = f"{self._num_searcher_restarts} of {MAX_SEARCHER_RESTARTS}"
+                self.console.result(f"warning: {end}; starting it again ({count} restarts)")
+                await asyncio.sleep(RESTART_DELAY_S)
+                # both may have changed during the delay
+                if child not in self._retired and not self._run_is_over:
+                    await self.start(child.spec)
+                continue
+            self._given_up.add(child)
+            num_left = sum(other.is_running and other not in self._retired for other in self._of("searcher"))
+            if not num_left:
+                raise ChildError(f"{end}, and no searcher is left")
+            self.console.result(f"warning: {end}; the run continues with {num_left}")
 
     def run_is_over(self) -> None:
         """Expect that trainer and searchers end by themselves from now on."""
@@ -312,31 +335,6 @@ class ProcessManager:
 
     def _of(self, kind: str) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.spec.kind == kind]
-
-    async def _handle_end(self, child: ChildProcess, code: int) -> None:
-        part = child.spec.part
-        if child in self._retired or (self._run_is_over and part.ends == "with the run"):
-            return
-        if code == 0 and part.ends == "by itself":
-            return
-        if code == 0 and part.ends == "with the run" and self.is_over is not None and await self.is_over():
-            return
-        if not part.is_restarted:
-            raise ChildError(self._describe_end(child, code))
-        if code != EXIT_CONFIG and self._num_searcher_restarts < MAX_SEARCHER_RESTARTS:
-            self._num_searcher_restarts += 1
-            count = f"{self._num_searcher_restarts} of {MAX_SEARCHER_RESTARTS}"
-            self.console.result(f"warning: {self._describe_end(child, code)}; starting it again ({count} restarts)")
-            await asyncio.sleep(RESTART_DELAY_S)
-            # both may have changed during the delay
-            if child not in self._retired and not self._run_is_over:
-                await self.start(child.spec)
-            return
-        self._given_up.add(child)
-        num_left = sum(other.is_running and other not in self._retired for other in self._of("searcher"))
-        if not num_left:
-            raise ChildError(f"{self._describe_end(child, code)}, and no searcher is left")
-        self.console.result(f"warning: {self._describe_end(child, code)}; the run continues with {num_left}")
 
     def _describe_end(self, child: ChildProcess, code: int) -> str:
         """Return which child ended how: with its own error, else print its last log lines."""

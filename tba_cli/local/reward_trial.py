@@ -56,13 +56,27 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Tri
     for task, sets in alike.items():
         trial.num_untried += Counter({task: sum(other.num_prompts for other in sets[MAX_ALIKE:])})
         has_tokens, reward = tried.reward.takes_tokens(task), tried.reward.tasks.get(task)
-        for number, each in enumerate(sets[:MAX_ALIKE]):
-            found = list(_responses(each.first, reward))
-            # which columns it needs shows with any response
-            for what, response in found if number == 0 else found[:1]:
-                items.append(_item(each.first, response, item_id=str(len(items)), has_tokens=has_tokens))
-                asked.append((what, each))
-            if number == 0 and len(found) > 1 and reward is not None and _takes_bare_answers(reward, each.first):
+        found = list(_responses(sets[0].first, reward))
+        # which columns it needs shows with any response
+        tries = [(sets[0], *each) for each in found]
+        tries += [(other, *next(_responses(other.first, reward))) for other in sets[1:MAX_ALIKE]]
+        for each, what, response in tries:
+            items.append(
+                ScoreItem(
+                    item_id=str(len(items)),
+                    task=task,
+                    prompt=each.first.text,
+                    response=response,
+                    data=each.first.data,
+                    response_tokens=made_up_tokens(response) if has_tokens else None,
+                )
+            )
+            asked.append((what, each))
+        # an answer alone should score more than another response: not in reasoning or behind a gate
+        is_reasoning = sets[0].first.text.rstrip().endswith(tuple(begin for begin, _ in REASONING))
+        if reward is not None and len(found) > 1 and not is_reasoning:
+            others = [spec for spec in reward.scorers if spec.kind not in READS_DATA_KINDS]
+            if len(others) < len(reward.scorers) and all(spec.gate is None for spec in others):
                 trial.right.add(task)
     results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
     for (what, each), result in zip(asked, results, strict=True):
@@ -145,32 +159,10 @@ def _responses(prompt: Prompt, reward: TaskReward | None) -> Iterator[tuple[str,
     yield repr(wrong), wrong
     in_box = reward is not None and any(spec.kind == "math" for spec in reward.scorers)
     for name, text in islice(values.items(), MAX_VALUES):
-        yield f"{name} {_short(text)}", text
+        shown = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ..."
+        yield f"{name} {shown!r}", text
         if in_box and "boxed" not in text:
             yield f"{name} in a box", f"\\boxed{{{text}}}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ...")
-
-
-def _item(prompt: Prompt, response: str, *, item_id: str, has_tokens: bool) -> ScoreItem:
-    return ScoreItem(
-        item_id=item_id,
-        task=prompt.task,
-        prompt=prompt.text,
-        response=response,
-        data=prompt.data,
-        response_tokens=made_up_tokens(response) if has_tokens else None,
-    )
-
-
-def _takes_bare_answers(reward: TaskReward, prompt: Prompt) -> bool:
-    """Return whether an answer alone should score more than another response: not in reasoning or behind a gate."""
-    if prompt.text.rstrip().endswith(tuple(begin for begin, _ in REASONING)):
-        return False
-    others = [spec for spec in reward.scorers if spec.kind not in READS_DATA_KINDS]
-    return len(others) < len(reward.scorers) and all(spec.gate is None for spec in others)
 
 
 def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:
@@ -178,29 +170,19 @@ def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:
     document = recipe.model_dump(mode="json")
     tasks: dict[str, Any] = document["reward"]["tasks"]
     for task, reward in recipe.reward.tasks.items():
-        why = _why_not(reward, http=http)
-        if why is not None:
-            left_out[task] = why
+        for spec in reward.scorers:
+            if spec.kind == "http" and not http:
+                left_out.setdefault(task, f"scorer {spec.part!r} asks an endpoint elsewhere")
+            if not isinstance(spec, ModelScorerSpec):
+                continue
+            # a missing folder counts 0; small models are loaded: only so an error in their settings is found
+            names = [getattr(spec, field) for field in ("model", "victim", "classifier") if hasattr(spec, field)]
+            files = (file for name in names for file in Path(name).expanduser().glob("*.safetensors"))
+            if (size_bytes := sum(file.stat().st_size for file in files)) > LARGE_BYTES:
+                left_out.setdefault(task, f"scorer {spec.part!r} would load networks of {size_bytes / 2**30:.1f} GiB")
+        if task in left_out:
             del tasks[task]
     # each worker imports what its scorers need; more workers than scorers would have nothing to do
     num_scorers = sum(len(recipe.reward.tasks[task].scorers) for task in tasks)
     document["reward"]["num_workers"] = max(1, min(recipe.reward.num_workers, num_scorers))
     return parse_recipe(document, where="recipe")
-
-
-def _why_not(reward: TaskReward, *, http: bool) -> str | None:
-    for spec in reward.scorers:
-        if spec.kind == "http" and not http:
-            return f"scorer {spec.part!r} asks an endpoint elsewhere"
-        if isinstance(spec, ModelScorerSpec):
-            # small models are loaded in any case: only so an error in their settings is found
-            size_bytes = _size_bytes(spec)
-            if size_bytes > LARGE_BYTES:
-                return f"scorer {spec.part!r} would load networks of {size_bytes / 2**30:.1f} GiB"
-    return None
-
-
-def _size_bytes(spec: ModelScorerSpec) -> int:
-    """Return the bytes of the weights in the folders that a scorer names; a missing folder counts 0."""
-    names = [getattr(spec, field) for field in ("model", "victim", "classifier") if hasattr(spec, field)]
-    return sum(file.stat().st_size for name in names for file in Path(name).expanduser().glob("*.safetensors"))

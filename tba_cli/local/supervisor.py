@@ -34,7 +34,7 @@ from contextlib import closing, suppress
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from tba.api import Prompt, RunCommand, RunInfo
+from tba.api import LedgerEntry, Prompt, RunCommand, RunInfo
 from tba.clients import BufferClient, RewardClient
 from tba.config import Recipe
 from tba.errors import ChildError, ConfigError, OlderRedisError, ServiceError, WaitTimeoutError
@@ -49,7 +49,7 @@ from tba_cli.local.services import SearcherPool, process_spec, wait_for_reward, 
 from tba_cli.orphan_reaper import OrphanReaper
 from tba_cli.prompts.reader import check_healthy, check_tasks, upload_prompts
 from tba_cli.redis_server import wait_for_redis
-from tba_cli.reports.history import load_timing, make_history
+from tba_cli.reports.history import History, load_timing
 from tba_cli.reports.ledger import ledger_lines
 from tba_cli.reports.outputs import download_export, write_outputs
 from tba_cli.run_folder import RunFolder, view_hint
@@ -150,7 +150,15 @@ class Supervisor:
 
     async def _work(self) -> dict[str, Any]:
         if self.needs_warm_start:
-            await self._warm_start()
+            # its time is not part of the run's
+            self.console.info(f"making the starting model {self.recipe.model.path} (once; later runs reuse it)")
+            begun_s = time.monotonic()
+            child = await self._start("warm-start")
+            if await asyncio.shield(child.exit_code) != 0:
+                await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
+            warm_start_s = time.monotonic() - begun_s
+            self._write_timing(warm_start_s=warm_start_s)
+            self.console.info(f"starting model ready after {warm_start_s:.0f} s")
         await self._start_services()
         info = await self._prepare_run()
         # a supervisor that died between the run's last step and its summary leaves a run that only lacks the summary
@@ -170,17 +178,6 @@ class Supervisor:
 
     async def _start(self, kind: str) -> ChildProcess:
         return await self._processes.start(process_spec(self.recipe, self.folder, kind))
-
-    async def _warm_start(self) -> None:
-        """Make the starting model; its time is not part of the run's."""
-        self.console.info(f"making the starting model {self.recipe.model.path} (once; later runs reuse it)")
-        begun_s = time.monotonic()
-        child = await self._start("warm-start")
-        if await asyncio.shield(child.exit_code) != 0:
-            await asyncio.Event().wait()  # the watch of the manager explains the end, and cancels this
-        warm_start_s = time.monotonic() - begun_s
-        self._write_timing(warm_start_s=warm_start_s)
-        self.console.info(f"starting model ready after {warm_start_s:.0f} s")
 
     async def _start_services(self) -> None:
         self.console.info(f"run {self.recipe.run.name!r} in {self.folder.path}")
@@ -227,9 +224,7 @@ class Supervisor:
         if self.recipe.run.snapshot is not None:
             origin = await until_loaded(self._client, self.console, silence_s=self.recipe.local.start_timeout_s)
             self.console.info(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
-        await asyncio.to_thread(self._check_tasks)
-        if self.folder.has_begun:
-            await asyncio.to_thread(self._check_redis)
+        await asyncio.to_thread(self._check)
         # half: JSON escapes can lengthen a text
         max_chunk_bytes = self.recipe.buffer.max_body_bytes // 2
         # idempotent: a resume uploads the same prompts again
@@ -258,19 +253,19 @@ class Supervisor:
         }
         self.folder.write_json(self.folder.endpoints_path, endpoints)
 
-    def _check_tasks(self) -> None:
-        """Raise ConfigError where nothing scores a prompt: it would be generated for and never trained on."""
+    def _check(self) -> None:
+        """Check that every prompt is scored, that Redis holds a run that has begun, and that no fewer steps are asked.
+
+        Raises:
+            ConfigError: nothing scores a prompt: it would be generated for and never trained on.
+            OlderRedisError: Redis does not hold the run, which would begin again.
+        """
         rewards = self._rewards.rewards()
         check_tasks(self.prompts, [reward.task for reward in rewards])
         asked = {prompt.task for prompt in self.prompts}
         check_healthy(reward for reward in rewards if reward.task in asked)
-
-    def _check_redis(self) -> None:
-        """Check that Redis holds the run that has begun here, and that the recipe asks for no fewer steps.
-
-        Raises:
-            OlderRedisError: it does not hold the run, which would begin again.
-        """
+        if not self.folder.has_begun:
+            return
         stats, run, num_steps = self._client.stats(), self.recipe.run.name, self.recipe.trainer.num_steps
         if not stats.num_prompts_train + stats.num_prompts_heldout:
             raise OlderRedisError(
@@ -298,14 +293,21 @@ class Supervisor:
         if self.recipe.trainer.export and not num_files:
             self.console.result("warning: the trainer exported no model, so there is no model/ in the run folder")
         await asyncio.gather(*map(self._processes.wait_for, self._processes.searchers()))
-        history = make_history(
-            self.recipe,
-            ledger=ledger,
-            timing=load_timing(self.folder),
+        history = History(
+            seed=self.recipe.run.seed,
+            num_steps=self.recipe.trainer.num_steps,
+            sync_interval_steps=self.recipe.trainer.sync_interval,
+            is_offline=self.recipe.is_offline,
             info=info,
+            # the ids would make most of the file, and nothing is computed from them
+            ledger=[
+                line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line
+                for line in ledger
+            ],
+            settings=settings,
             stats=stats,
             advice=said.advice,
-            settings=settings,
+            timing=load_timing(self.folder),
         )
         return await asyncio.to_thread(write_outputs, self.folder, history)
 

@@ -74,12 +74,6 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     return [(literal, name) for literal, name, _, _ in parts]
 
 
-def columns_of(section: DataSet) -> list[str]:
-    """Return the columns that are read, or paths into nested ones."""
-    names = [name for _, name in template_parts(section.template)] if section.template else [section.column]
-    return [name for name in (*names, *(rule.column for rule in section.data.values())) if name]
-
-
 def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as chat templates take them: the content is one text, and what is null is left out."""
     found = []
@@ -173,30 +167,35 @@ def extracted(rule: ColumnValue, value: Any) -> Any:
     if not isinstance(value, str):
         raise RowError(f"column {rule.column!r}: {short(value)} is not text")
     if rule.extract == "boxed":
-        return _boxed(value, rule.column)
+        start = max(value.rfind(box) for box in BOXES)
+        if start < 0:
+            raise RowError(f"column {rule.column!r}: {short(value)} holds no \\boxed{{...}}")
+        rest = value[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
+        # MATH also writes `\boxed 7` without braces: then the answer is the next word
+        answer = _braced(rest) if rest.startswith("{") else rest.partition("$")[0].split(" ")[0]
+        if answer is None or not answer.strip():
+            raise RowError(
+                f"column {rule.column!r}: the last \\boxed of {short(value)} is empty, or its brace is never closed"
+            )
+        return answer.strip()
     assert rule.marker is not None, "the config asks for a marker"
     if rule.extract == "json":
-        return _json_value(value, rule.marker, rule.column)
+        try:
+            document = from_json(value)
+        except ValueError as error:
+            raise RowError(f"column {rule.column!r}: {short(value)} is not JSON: {error}") from None
+        if not isinstance(document, dict) or rule.marker not in document:
+            raise RowError(f"column {rule.column!r}: {short(value)} has no key {rule.marker!r}")
+        found = document[rule.marker]
+        # a list with one item is that item
+        return found[0] if isinstance(found, list) and len(found) == 1 else found
     if rule.extract == "before":
         return value.partition(rule.marker)[0]
     # the last marker: solutions name the marker in their text too, before the answer
-    _, found, rest = value.rpartition(rule.marker)
-    if not found or not rest.strip():
+    _, marker, rest = value.rpartition(rule.marker)
+    if not marker or not rest.strip():
         raise RowError(f"column {rule.column!r}: {short(value)} holds no answer after {rule.marker!r}")
     return rest.strip()
-
-
-def _boxed(text: str, column: str) -> str:
-    """Return the content of the last box."""
-    start = max(text.rfind(box) for box in BOXES)
-    if start < 0:
-        raise RowError(f"column {column!r}: {short(text)} holds no \\boxed{{...}}")
-    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
-    # MATH also writes `\boxed 7` without braces: then the answer is the next word
-    answer = _braced(rest) if rest.startswith("{") else rest.partition("$")[0].split(" ")[0]
-    if answer is None or not answer.strip():
-        raise RowError(f"column {column!r}: the last \\boxed of {short(text)} is empty, or its brace is never closed")
-    return answer.strip()
 
 
 def _braced(text: str) -> str | None:
@@ -211,15 +210,3 @@ def _braced(text: str) -> str | None:
         if depth == 0:
             return text[1:index]
     return None
-
-
-def _json_value(text: str, key: str, column: str) -> Any:
-    """Return the value at a key; if it is a list with one item, that item."""
-    try:
-        document = from_json(text)
-    except ValueError as error:
-        raise RowError(f"column {column!r}: {short(text)} is not JSON: {error}") from None
-    if not isinstance(document, dict) or key not in document:
-        raise RowError(f"column {column!r}: {short(text)} has no key {key!r}")
-    value = document[key]
-    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tba.config.data import DataSet
 from tba.config.reward import BUILT_IN_TASKS, ExactSpec, LastNumberSpec, MathSpec
 from tba.errors import ConfigError
 from tba_cli.generators import load_prompt_source
-from tba_cli.prompts.columns import Gold, RowError, check_gold, columns_of, prompt_of, text_of, validated
+from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
 from tba_cli.prompts.sources import Row, dataset_rows, jsonl_rows
 
 COLUMNS_HINT = "; rows of another shape are for [[data.sets]] in a recipe, which says what their columns are"
@@ -44,7 +43,16 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
     else:
         where, prompts = "[[data.sets]]", _prompts_of_sets(recipe, ("train", "heldout"))
         if not _names_heldout(recipe):
-            prompts = _with_heldout(prompts, data.num_heldout)
+            if data.num_heldout >= len(prompts):
+                raise ConfigError(
+                    f"data.num_heldout {data.num_heldout} of {len(prompts)} prompts leaves none to train on; hold out "
+                    "fewer"
+                )
+            # by digest: more rows later leave most of the held-out prompts as they are
+            digests = {prompt.prompt_id: hashlib.sha256(prompt.prompt_id.encode()).digest()[:8] for prompt in prompts}
+            ids = set(heapq.nsmallest(data.num_heldout, digests, key=digests.__getitem__))
+            held_out = {"split": "heldout"}
+            prompts = [one.model_copy(update=held_out) if one.prompt_id in ids else one for one in prompts]
     # found here, before anything is started or uploaded
     for split in ("train", "heldout"):
         if not any(prompt.split == split for prompt in prompts):
@@ -113,7 +121,10 @@ def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
             raise ConfigError(f"file {section.dataset} has the split `train` alone, and no subsets")
         yield from jsonl_rows(Path(section.dataset))
     else:
-        yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns_of(section))
+        names = [name for _, name in template_parts(section.template)] if section.template else [section.column]
+        # columns that are read, or paths into nested ones
+        columns = [name for name in (*names, *(rule.column for rule in section.data.values())) if name]
+        yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns)
 
 
 def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str]:
@@ -128,7 +139,19 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
             raise ConfigError(f"{row.where}: {error}") from None
     chats = {number: text for number, text in enumerate(texts) if isinstance(text, list)}
     if chats:
-        for number, answer in zip(chats, _rendered(recipe, section, list(chats.values())), strict=True):
+        from tba_cli.child_processes import ask_program
+
+        folder = recipe.model.path
+        if not (Path(folder) / "config.json").is_file():
+            raise ConfigError(
+                f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
+                "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
+            )
+        words = ["chat", folder, *["--trust"] * recipe.model.trust_remote_code]
+        words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
+        texts_of_chats = json.dumps(list(chats.values()))
+        answers = ask_program("tba_cli.starter_models.convert", words, texts=texts_of_chats)
+        for number, answer in zip(chats, answers, strict=True):
             if "error" in answer:
                 raise ConfigError(f"{rows[number].where}: column {section.column!r}: {answer['error']}")
             texts[number] = answer["text"]
@@ -138,36 +161,6 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
             "remove them"
         )
     return texts
-
-
-def _rendered(recipe: Recipe, section: DataSet, chats: list[Any]) -> list[dict[str, str]]:
-    from tba_cli.child_processes import run_program
-
-    folder = recipe.model.path
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(
-            f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
-            "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
-        )
-    with tempfile.TemporaryDirectory(prefix="tba-chats-") as place:
-        file = Path(place) / "chats.json"
-        file.write_text(json.dumps(chats), encoding="utf-8")
-        words = ["chat", folder, "--texts", str(file), *["--trust"] * recipe.model.trust_remote_code]
-        words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
-        return json.loads(run_program("tba_cli.starter_models.convert", words))
-
-
-def _with_heldout(prompts: list[Prompt], num: int) -> list[Prompt]:
-    """Return the prompts with `num` of them held out: those with the smallest digests of their ids."""
-    if num >= len(prompts):
-        raise ConfigError(f"data.num_heldout {num} of {len(prompts)} prompts leaves none to train on; hold out fewer")
-    # by digest: more rows later leave most of the held-out prompts as they are
-    ids = {prompt.prompt_id for prompt in heapq.nsmallest(num, prompts, key=lambda prompt: _digest(prompt.prompt_id))}
-    return [prompt.model_copy(update={"split": "heldout"}) if prompt.prompt_id in ids else prompt for prompt in prompts]
-
-
-def _digest(prompt_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(prompt_id.encode()).digest()[:8], "big")
 
 
 def gold_keys(recipe: Recipe) -> Gold:

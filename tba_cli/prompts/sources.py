@@ -81,8 +81,12 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
     if (Path(name) / "state.json").is_file():
         raise ConfigError(f"{where} was written by save_to_disk; name a folder with Parquet files (to_parquet)")
     # the library's cache goes by the name of a folder: without the digest it would return old content
-    root = Path(datasets.config.HF_DATASETS_CACHE)
-    cache = str(root / "tba-folders" / _folder_digest(Path(name))) if Path(name).is_dir() else None
+    folder, cache = Path(name), None
+    if folder.is_dir():
+        found = [(path.relative_to(folder).as_posix(), path.stat()) for path in folder.rglob("*") if path.is_file()]
+        content = [str(folder.resolve()), sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)]
+        digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:FOLDER_DIGITS]
+        cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "tba-folders" / digest)
     try:
         dataset = datasets.load_dataset(name, subset, split=split, cache_dir=cache)
     except Exception as error:  # data set, hub and network raise anything, and the library has no base class
@@ -95,10 +99,3 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
         dataset = dataset.select_columns(sorted(wanted))
     for number, values in enumerate(dataset, start=1):
         yield Row(f"{where}, row {number}", values)
-
-
-def _folder_digest(folder: Path) -> str:
-    """Return a digest of the path of a folder and of the names, sizes and times of its files."""
-    files = [(path.relative_to(folder).as_posix(), path.stat()) for path in folder.rglob("*") if path.is_file()]
-    content = [str(folder.resolve()), sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:FOLDER_DIGITS]

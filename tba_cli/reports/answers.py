@@ -8,7 +8,7 @@ completions.jsonl of B --'
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,13 @@ def compare(
 ) -> AnswerComparison:
     """Compare two finished evaluations of these prompts: their greedy completions, else all samples of each prompt."""
     mode: Mode = "greedy" if section.published.greedy else "sampled"
-    before, after = (_read(folder / "completions.jsonl", mode) for folder in folders)
+    before, after = dict[str, list[Line]](), dict[str, list[Line]]()
+    for folder, found in zip(folders, (before, after), strict=True):
+        # binary: a line ends at a line feed alone, and texts may hold other separators
+        with (folder / "completions.jsonl").open("rb") as file:
+            for line in map(json.loads, file):
+                if line["mode"] == mode:
+                    found.setdefault(line["prompt_id"], []).append(line)
     pairs = [
         AnswerPair(
             prompt_id=prompt.prompt_id,
@@ -91,31 +97,31 @@ def compare(
     ]
     tasks_of = {prompt.prompt_id: section.published.tasks or [prompt.task] for prompt in prompts}
     tasks = dict.fromkeys(task for tasks in tasks_of.values() for task in tasks)
-
-    def both(task: str) -> list[tuple[list[Line], list[Line]]]:
-        ids = [prompt_id for prompt_id, tasks in tasks_of.items() if task in tasks]
-        return [(before.get(prompt_id, []), after.get(prompt_id, [])) for prompt_id in ids]
-
+    differences = []
+    for task in tasks:
+        rewards = [
+            tuple(
+                [line["scores"][task] for line in lines.get(prompt_id, []) if line["scores"][task] is not None]
+                for lines in (before, after)
+            )
+            for prompt_id, tasks in tasks_of.items()
+            if task in tasks
+        ]
+        successes = [
+            tuple([float(section.succeeds(task, reward)) for reward in part] for part in pair) for pair in rewards
+        ]
+        differences.append(_difference(task, f"success rate ({section.success_rule(task)})", successes))
+        if rewards != successes:
+            differences.append(_difference(task, "mean reward", rewards))
     return AnswerComparison(
         run=run,
         versions=versions,
         mode=mode,
-        differences=[found for task in tasks for found in _differences(section, task, both(task))],
+        differences=differences,
         num_changed=sum(pair.before != pair.after for pair in pairs),
         # the sort is stable: equal ones stay in the order of the prompts
         pairs=sorted(pairs, key=_rank),
     )
-
-
-def _read(path: Path, mode: Mode) -> dict[str, list[Line]]:
-    """Return prompt id -> its completions of this mode."""
-    found: dict[str, list[Line]] = {}
-    # binary: a line ends at a line feed alone, and texts may hold other separators
-    with path.open("rb") as file:
-        for line in map(json.loads, file):
-            if line["mode"] == mode:
-                found.setdefault(line["prompt_id"], []).append(line)
-    return found
 
 
 def _first(lines: Sequence[Line]) -> Answer | None:
@@ -129,20 +135,6 @@ def _rank(pair: AnswerPair) -> tuple[bool, float]:
     before, after = (list(answer.rewards.values()) if answer else [None] for answer in (pair.before, pair.after))
     is_known = None not in before and None not in after
     return pair.before == pair.after, sum(filter(None, after)) - sum(filter(None, before)) if is_known else 0.0
-
-
-def _differences(
-    section: EvalSection, task: str, both: Iterable[tuple[list[Line], list[Line]]]
-) -> Iterable[Difference]:
-    """Yield the difference in success, and in reward where that is another number."""
-    rewards = [
-        tuple([line["scores"][task] for line in lines if line["scores"][task] is not None] for lines in pair)
-        for pair in both
-    ]
-    successes = [tuple([float(section.succeeds(task, reward)) for reward in part] for part in pair) for pair in rewards]
-    yield _difference(task, f"success rate ({section.success_rule(task)})", successes)
-    if rewards != successes:
-        yield _difference(task, "mean reward", rewards)
 
 
 def _difference(task: str, what: str, values: Sequence[tuple[list[float], ...]]) -> Difference:
@@ -162,23 +154,26 @@ def _difference(task: str, what: str, values: Sequence[tuple[list[float], ...]])
 
 def comparison_lines(comparison: AnswerComparison, *, limit: int) -> list[str]:
     """Return the first pairs, three lines each, and a line for each difference."""
-    lines = [line for pair in comparison.pairs[:limit] for line in _pair_lines(pair, comparison.versions)]
     before, after = comparison.versions
+    width, lines = max(len(before), len(after)), []
+    for pair in comparison.pairs[:limit]:
+        lines.append(f"{pair.prompt_id}: {_shortened(pair.prompt)}{f'  gold data {pair.gold}' if pair.gold else ''}")
+        lines.append(f"  {before:<{width}}  {_answer_text(pair.before)}")
+        lines.append(f"  {after:<{width}}  {_answer_text(pair.after)}")
     lines.append(
         f"{comparison.mode} answers of {before} and {after} to {len(comparison.pairs)} held-out prompts: "
         f"{comparison.num_changed} changed, {min(limit, len(comparison.pairs))} are shown (--limit)"
     )
-    return [*map(escape_controls, lines), *map(_difference_line, comparison.differences)]
-
-
-def _pair_lines(pair: AnswerPair, versions: tuple[str, str]) -> list[str]:
-    width = max(map(len, versions))
-    gold = f"  gold data {pair.gold}" if pair.gold else ""
-    return [
-        f"{pair.prompt_id}: {_shortened(pair.prompt)}{gold}",
-        f"  {versions[0]:<{width}}  {_answer_text(pair.before)}",
-        f"  {versions[1]:<{width}}  {_answer_text(pair.after)}",
-    ]
+    for found in comparison.differences:
+        stderr, values = found.difference.stderr, (found.before.value, found.after.value)
+        error = "" if stderr is None else f" ± {stderr:.4f} (standard error, paired)"
+        unknown = f", {found.num_unknown} unknown" if found.num_unknown else ""
+        lines.append(
+            f"{found.task}: {found.what} {' -> '.join(known(value, '.4f') for value in values)}, difference "
+            f"{known(found.difference.value, '+.4f')}{error}; {found.num_better} prompts better, "
+            f"{found.num_worse} worse, {found.num_same} the same{unknown}"
+        )
+    return list(map(escape_controls, lines))
 
 
 def _answer_text(answer: Answer | None) -> str:
@@ -195,15 +190,3 @@ def _answer_text(answer: Answer | None) -> str:
 
 def _shortened(text: str) -> str:
     return repr(text[:TEXT_CHARS]) + (" ..." if len(text) > TEXT_CHARS else "")
-
-
-def _difference_line(found: Difference) -> str:
-    change = found.difference
-    error = "" if change.stderr is None else f" ± {change.stderr:.4f} (standard error, paired)"
-    before, after = known(found.before.value, ".4f"), known(found.after.value, ".4f")
-    paired = known(change.value, "+.4f")
-    unknown = f", {found.num_unknown} unknown" if found.num_unknown else ""
-    return (
-        f"{found.task}: {found.what} {before} -> {after}, difference {paired}{error}; "
-        f"{found.num_better} prompts better, {found.num_worse} worse, {found.num_same} the same{unknown}"
-    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tba.api import BestVersion
-from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport
+from tba.evaluation.evaluation_job import Comparison, EvaluationReport
 from tba_cli.console import known
 
 RUN_COLUMNS = (
@@ -29,11 +28,10 @@ RUN_COLUMNS = (
 
 def runs_markdown(summaries: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row for each run; an en dash stands for an unknown value."""
-
-    def cell(value: Any, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    rows = [[cell(summary.get(key), form) for _, key, form in RUN_COLUMNS] for summary in summaries]
+    rows = [
+        ["–" if (value := summary.get(key)) is None else format(value, form) for _, key, form in RUN_COLUMNS]
+        for summary in summaries
+    ]
     return _padded_table([heading for heading, _, _ in RUN_COLUMNS], rows)
 
 
@@ -42,57 +40,43 @@ def evaluation_markdown(report: EvaluationReport) -> str:
 
     The columns are padded, so that the text also reads well in a terminal.
     """
+    scores = {(mode, task): counts for mode, part in report.modes.items() for task, counts in part.scores.items()}
+    rules = {f"{mode}.{task}.success_rate": f" ({counts.success})" for (mode, task), counts in scores.items()}
+    rows = []
+    for name, estimate in report.metrics.items():
+        value, error = known(estimate.value, ".4g"), "" if estimate.stderr is None else known(estimate.stderr, ".4g")
+        if estimate.low is not None and estimate.high is not None:
+            value += f" ({known(estimate.low, '.4g')} to {known(estimate.high, '.4g')})"
+        rows.append(
+            (name + rules.get(name, ""), value, error, str(estimate.num_prompts), str(estimate.num_completions))
+        )
     parts = [
         f"{report.subject}: {report.num_prompts} held-out prompts, engine {report.engine}, "
         f"{report.num_generated_tokens} tokens in {report.generation_s:.1f} s",
-        _padded_table(
-            ("metric", "value", "standard error", "prompts", "completions"),
-            [_metric_cells(_named(name, report), estimate) for name, estimate in report.metrics.items()],
-        ),
-        *_unknown(report),
+        _padded_table(("metric", "value", "standard error", "prompts", "completions"), rows),
     ]
+    notes = []
+    if report.refused_prompts:
+        first = next(iter(report.refused_prompts.items()))
+        notes.append(f"* {len(report.refused_prompts)} prompts were refused, for example {first[0]}: {first[1]}")
+    for (mode, task), counts in scores.items():
+        if counts.num_unknown:
+            reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.unknown.items()))
+            num = counts.num_scored + counts.num_unknown + sum(counts.wrong.values())
+            notes.append(f"* {mode} {task}: {counts.num_unknown} of {num} scores are unknown ({reasons})")
+        if counts.wrong:
+            reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.wrong.items()))
+            notes.append(f"* {mode} {task}: wrong, since the answers are why they have no score: {reasons}")
+    if notes:
+        parts.append("Unknown scores are left out of the values; the brackets show how much they could change.")
+        parts.append("\n".join(notes))
     if report.references:
         head = ("published", "metric", "its value", "found", "difference", "its setting", "source")
-        parts.append(_padded_table(head, [_comparison(item) for item in report.references]))
+        parts.append(_padded_table(head, [_reference_cells(item) for item in report.references]))
     return "\n\n".join(parts) + "\n"
 
 
-def _named(name: str, report: EvaluationReport) -> str:
-    """Return the name of a metric; that of a success rate with the rule for a success."""
-    for mode, part in report.modes.items():
-        for task, counts in part.scores.items():
-            if name == f"{mode}.{task}.success_rate":
-                return f"{name} ({counts.success})"
-    return name
-
-
-def _metric_cells(name: str, estimate: Estimate) -> tuple[str, ...]:
-    value = known(estimate.value, ".4g")
-    if estimate.low is not None and estimate.high is not None:
-        value += f" ({known(estimate.low, '.4g')} to {known(estimate.high, '.4g')})"
-    error = "" if estimate.stderr is None else known(estimate.stderr, ".4g")
-    return name, value, error, str(estimate.num_prompts), str(estimate.num_completions)
-
-
-def _unknown(report: EvaluationReport) -> list[str]:
-    lines = []
-    if report.refused_prompts:
-        first = next(iter(report.refused_prompts.items()))
-        lines.append(f"* {len(report.refused_prompts)} prompts were refused, for example {first[0]}: {first[1]}")
-    for mode, part in report.modes.items():
-        for task, counts in part.scores.items():
-            if counts.num_unknown:
-                reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.unknown.items()))
-                num = counts.num_scored + counts.num_unknown + sum(counts.wrong.values())
-                lines.append(f"* {mode} {task}: {counts.num_unknown} of {num} scores are unknown ({reasons})")
-            if counts.wrong:
-                reasons = ", ".join(f"{num} {reason}" for reason, num in sorted(counts.wrong.items()))
-                lines.append(f"* {mode} {task}: wrong, since the answers are why they have no score: {reasons}")
-    how = "Unknown scores are left out of the values; the brackets show how much they could change."
-    return [how, "\n".join(lines)] if lines else []
-
-
-def _comparison(item: Comparison) -> tuple[str, ...]:
+def _reference_cells(item: Comparison) -> tuple[str, ...]:
     reference, found = item.reference, item.found
     published = (reference.name, reference.metric, known(reference.value, ".4g"))
     where = (reference.setting, reference.source)
@@ -111,11 +95,3 @@ def _padded_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [" | ".join(map(str.ljust, cells, widths)) for cells in (head, ["-" * width for width in widths], *rows)]
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def best_text(best: BestVersion) -> str:
-    """Return one line about the best version."""
-    return (
-        f"best version {best.version}: {best.metric} {best.value:.3f} on the {best.num_prompts} held-out prompts that "
-        "all evaluations have in common"
-    )

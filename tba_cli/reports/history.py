@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from tba.api import LedgerEntry, LedgerLine, RunInfo, SettingsInfo, Stats
-from tba.config import Recipe, StrictModel
+from tba.config import StrictModel
 from tba.errors import ConfigError
 from tba.fields import Number, first_problem
 from tba_cli.reports.ledger import batch_entries
@@ -52,22 +50,6 @@ class History(StrictModel):
     def batches(self) -> list[LedgerEntry]:
         """The acknowledged batches of the ledger."""
         return batch_entries(self.ledger)
-
-
-def make_history(recipe: Recipe, *, ledger: Iterable[LedgerLine], timing: Timing, **answers: Any) -> History:
-    """Combine the answers of the buffer service (info, settings, stats, advice) with what else is known of the run."""
-    return History(
-        seed=recipe.run.seed,
-        num_steps=recipe.trainer.num_steps,
-        sync_interval_steps=recipe.trainer.sync_interval,
-        is_offline=recipe.is_offline,
-        # the ids would make most of the file, and nothing here is computed from them
-        ledger=[
-            line.model_copy(update={"rollout_ids": []}) if isinstance(line, LedgerEntry) else line for line in ledger
-        ],
-        timing=timing,
-        **answers,
-    )
 
 
 def load_history(path: Path) -> History:

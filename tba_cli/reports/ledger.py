@@ -73,7 +73,10 @@ class LedgerCheck:
         has_rollout_ids: bool = True,
     ) -> None:
         self._parents, self._lineage, self._step = tree.parents, lineage, step
-        self._first_lineage = _num_adopted(origin, lineage) + 1
+        self._first_lineage = 1
+        if origin is not None:
+            # no trainer starts before the origin is loaded: until then every lineage is adopted
+            self._first_lineage += origin.lineage if origin.state == "complete" else lineage
         self._active = active_steps(tree, lineage=lineage, step=step)
         self._has_rollout_ids = has_rollout_ids
         self._started: list[int] = []
@@ -98,9 +101,42 @@ class LedgerCheck:
     def take(self, line: LedgerLine) -> None:
         """Take the next line."""
         if isinstance(line, ResumeEntry):
-            self._take_start(line)
-        else:
-            self._take_batch(line)
+            name, parent = f"the start of lineage {line.lineage}", PolicyVersion.parse(line.parent)
+            if self._started and line.lineage != self._started[-1] + 1:
+                self._wrong.append(f"{name} comes after that of lineage {self._started[-1]}")
+            if line.lineage <= self._lineage and self._parents.get(line.lineage) != parent:
+                self._wrong.append(f"{name} is from {parent}, but from {self._parents.get(line.lineage)} in the table")
+            reached = self._last_steps.get(parent.lineage, 0)
+            if parent.lineage in self._started and parent.step > reached:
+                self._wrong.append(
+                    f"{name} is from {parent}, but lineage {parent.lineage} had only reached step {reached}"
+                )
+            self._started.append(line.lineage)
+            self._last_steps[line.lineage] = parent.step
+            return
+        name, before = f"entry {line.lineage}-{line.step} (batch {line.batch_id})", self._last_steps
+        if self._started and line.lineage != self._started[-1]:
+            self._wrong.append(f"{name} was acked while lineage {self._started[-1]} owned the run")
+        if line.step != before.get(line.lineage, 0) + 1:
+            self._wrong.append(f"{name} follows step {before.get(line.lineage, 0)}")
+        before[line.lineage] = line.step
+        if self._has_rollout_ids and len(line.rollout_ids) != line.num_rollouts:
+            self._wrong.append(f"{name} names {len(line.rollout_ids)} of {line.num_rollouts} rollouts")
+        if line.skipped is None and sum(line.refused.values()) >= line.num_rollouts:
+            self._wrong.append(f"{name} was made with none of its {line.num_rollouts} rollouts but not skipped")
+        # entries that were acked after the run was read prove nothing
+        is_newer = line.lineage > self._lineage or (line.lineage == self._lineage and line.step > self._step)
+        is_active = line.step in self._active.get(line.lineage, ())
+        if is_active and line.abandoned:
+            self._wrong.append(f"{name} is on the active lineage but marked as abandoned")
+        elif is_active:
+            self._seen[line.step] += 1
+        elif not line.abandoned and not is_newer:
+            self._wrong.append(f"{name} is not on the active lineage but not marked as abandoned")
+        self._batches[line.batch_id] += 1
+        self.num_batches += 1
+        self.num_abandoned += line.abandoned
+        self.num_skipped += line.skipped is not None
 
     def violations(self) -> list[str]:
         """Return the violations, one sentence each."""
@@ -116,51 +152,6 @@ class LedgerCheck:
         wrong.extend(f"step {number} appears {num} times" for number, num in sorted(self._seen.items()) if num > 1)
         wrong.extend(f"batch {batch} was acked {num} times" for batch, num in self._batches.items() if num > 1)
         return wrong
-
-    def _take_start(self, line: ResumeEntry) -> None:
-        name, parent = f"the start of lineage {line.lineage}", PolicyVersion.parse(line.parent)
-        if self._started and line.lineage != self._started[-1] + 1:
-            self._wrong.append(f"{name} comes after that of lineage {self._started[-1]}")
-        if line.lineage <= self._lineage and self._parents.get(line.lineage) != parent:
-            self._wrong.append(f"{name} is from {parent}, but from {self._parents.get(line.lineage)} in the table")
-        reached = self._last_steps.get(parent.lineage, 0)
-        if parent.lineage in self._started and parent.step > reached:
-            self._wrong.append(f"{name} is from {parent}, but lineage {parent.lineage} had only reached step {reached}")
-        self._started.append(line.lineage)
-        self._last_steps[line.lineage] = parent.step
-
-    def _take_batch(self, entry: LedgerEntry) -> None:
-        name, before = f"entry {entry.lineage}-{entry.step} (batch {entry.batch_id})", self._last_steps
-        if self._started and entry.lineage != self._started[-1]:
-            self._wrong.append(f"{name} was acked while lineage {self._started[-1]} owned the run")
-        if entry.step != before.get(entry.lineage, 0) + 1:
-            self._wrong.append(f"{name} follows step {before.get(entry.lineage, 0)}")
-        before[entry.lineage] = entry.step
-        if self._has_rollout_ids and len(entry.rollout_ids) != entry.num_rollouts:
-            self._wrong.append(f"{name} names {len(entry.rollout_ids)} of {entry.num_rollouts} rollouts")
-        if entry.skipped is None and sum(entry.refused.values()) >= entry.num_rollouts:
-            self._wrong.append(f"{name} was made with none of its {entry.num_rollouts} rollouts but not skipped")
-        # entries that were acked after the run was read prove nothing
-        is_newer = entry.lineage > self._lineage or (entry.lineage == self._lineage and entry.step > self._step)
-        is_active = entry.step in self._active.get(entry.lineage, ())
-        if is_active and entry.abandoned:
-            self._wrong.append(f"{name} is on the active lineage but marked as abandoned")
-        elif is_active:
-            self._seen[entry.step] += 1
-        elif not entry.abandoned and not is_newer:
-            self._wrong.append(f"{name} is not on the active lineage but not marked as abandoned")
-        self._batches[entry.batch_id] += 1
-        self.num_batches += 1
-        self.num_abandoned += entry.abandoned
-        self.num_skipped += entry.skipped is not None
-
-
-def _num_adopted(origin: OriginInfo | None, lineage: int) -> int:
-    """Return the number of the last lineage that was adopted with the origin."""
-    if origin is None:
-        return 0
-    # no trainer starts before the origin is loaded: until then every lineage is adopted
-    return origin.lineage if origin.state == "complete" else lineage
 
 
 def ledger_violations(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba.api import TokenTotals
-from tba.errors import ConfigError
 from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
@@ -41,20 +40,6 @@ def download_export(store: ObjectStore, *, run: str, folder: RunFolder) -> int:
         store.get_file(key, target)
     shutil.rmtree(folder.model_path, ignore_errors=True)
     half.rename(folder.model_path)
-    return len(keys)
-
-
-def delete_run_objects(store: ObjectStore, *, run: str, allowed: bool) -> int:
-    """Delete the objects of an older run of this name, which would disturb a run that begins."""
-    keys = store.list(f"runs/{run}/")
-    # weights of two runs under one name would be mixed
-    if keys and not allowed:
-        raise ConfigError(
-            f"object store {store.url} already holds {len(keys)} objects of a run named {run!r}; "
-            "give another name with --run-name, or delete them with --fresh"
-        )
-    for key in keys:
-        store.delete(key)
     return len(keys)
 
 

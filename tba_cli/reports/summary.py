@@ -30,8 +30,22 @@ def summarise(history: History) -> dict[str, Any]:
     info = history.info
     tree = lineage_tree(info.parents)
     active = active_entries(history.ledger, tree, lineage=info.lineage, step=info.step)
-    starts = _start_eval(history)
-    final = _final_eval(history, active)
+    if info.origin is None or info.origin.version is None:
+        starts = eval_of(history, START)
+    else:
+        # a fork publishes its version under the name of its own lineage: the first, or the next that got so far
+        step, origin = PolicyVersion.parse(info.origin.version).step, info.origin
+        own = sorted(n for n, parent in info.parents.items() if n > origin.lineage and parent == origin.version)
+        starts = next(filter(None, (eval_of(history, PolicyVersion(number, step)) for number in own)), None)
+    # a lineage that resumed at the last step publishes and evaluates its parent's weights under its own name
+    final = eval_of(history, PolicyVersion(info.lineage, info.step))
+    if final is None and active:
+        final = eval_of(history, PolicyVersion(active[-1].lineage, active[-1].step))
+    elif final is None and info.step == 0:
+        final = eval_of(history, START)
+    gain = None
+    if starts and final and starts.accuracy is not None and final.accuracy is not None:
+        gain = final.accuracy - starts.accuracy
     stats, batches, ages = history.stats, history.batches, history.stats.policy_age_histogram
     clipped = [value for entry in active if (value := entry.metrics.get("grad_clipped")) is not None]
     num_aged, first_step_s = sum(ages.values()), None
@@ -44,7 +58,7 @@ def summarise(history: History) -> dict[str, Any]:
         "state_reason": info.state_reason,
         "start_accuracy": starts and starts.accuracy,
         "final_accuracy": final and final.accuracy,
-        "gain": _difference(starts and starts.accuracy, final and final.accuracy),
+        "gain": gain,
         "start_greedy": starts and starts.greedy_accuracy,
         "final_greedy": final and final.greedy_accuracy,
         "start_mean_reward": starts and starts.mean_reward,
@@ -130,30 +144,3 @@ def _by_lineage(entries: Sequence[LedgerEntry]) -> list[list[LedgerEntry]]:
     for entry in sorted(entries, key=lambda entry: (entry.lineage, entry.step)):
         lineages.setdefault(entry.lineage, []).append(entry)
     return list(lineages.values())
-
-
-def _final_eval(history: History, active: Sequence[LedgerEntry]) -> EvalInfo | None:
-    """Return the evaluation of the last version."""
-    # a lineage that resumed at the last step publishes and evaluates its parent's weights under its own name
-    own = eval_of(history, PolicyVersion(history.info.lineage, history.info.step))
-    if own is not None:
-        return own
-    if not active:
-        return eval_of(history, START) if history.info.step == 0 else None
-    return eval_of(history, PolicyVersion(active[-1].lineage, active[-1].step))
-
-
-def _start_eval(history: History) -> EvalInfo | None:
-    """Return the evaluation of the starting model, or of the version that a fork began with."""
-    origin = history.info.origin
-    if origin is None or origin.version is None:
-        return eval_of(history, START)
-    # a fork publishes its version under the name of its own lineage: the first, or the next that got so far
-    step = PolicyVersion.parse(origin.version).step
-    own = sorted(n for n, parent in history.info.parents.items() if n > origin.lineage and parent == origin.version)
-    found = (eval_of(history, PolicyVersion(number, step)) for number in own)
-    return next((item for item in found if item is not None), None)
-
-
-def _difference(start: float | None, final: float | None) -> float | None:
-    return None if start is None or final is None else final - start

@@ -62,9 +62,15 @@ def prepare(
 ) -> Inputs:
     """Check what was given, and write what the services have to find."""
     if isinstance(recipe, Mapping):
-        document = _copy_of(recipe)
+        try:
+            document: dict[str, Any] = json.loads(json.dumps(recipe, default=os.fspath))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"recipe cannot be written as JSON: {error}; give values that TOML has too") from None
     else:
-        path = _path_of(recipe)
+        try:
+            path = recipe_path(os.fspath(recipe))
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(str(error)) from None
         document = read_document(Path(path))
         if objective is None and rewards is None and prompts is None:
             return Inputs(recipe=path, folder=run_folder_of(load_recipe(path, sets=sets)))
@@ -73,7 +79,11 @@ def prepare(
     tasks: list[str] = []
     # first: tasks come from the prompts
     if prompts is not None:
-        rows = [_checked(row, number) for number, row in enumerate(_rows_of(prompts))]
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            hint = "; name one split of it" if isinstance(prompts, Mapping) else ""
+            kind = type(prompts).__name__
+            raise ConfigError(f"prompts is a {kind}; give a list of dicts, or a datasets.Dataset{hint}")
+        rows = [_checked(row, number) for number, row in enumerate(prompts)]
         files[PROMPTS_FILE] = "".join(f"{json.dumps(row)}\n" for row in rows)
         kept = {key: value for key, value in document.get("data", {}).items() if key not in SOURCES}
         document["data"] = {**kept, "path": PROMPTS_FILE}
@@ -86,8 +96,12 @@ def prepare(
     if rewards is not None:
         scorers = _scorers_of(rewards, files, import_folders)
         section = document.setdefault("reward", {})
-        entries = {task: {"scorers": scorers} for task in tasks or _tasks_of(_resolved(document, sets))}
-        section["tasks"] = {**section.get("tasks", {}), **entries}
+        if not tasks:
+            resolved = _resolved(document, sets)
+            # data sets need not be read to know it
+            of_sets = {part.task for part in resolved.data.sets}
+            tasks = sorted(of_sets or {prompt.task for prompt in prompts_of(resolved)})
+        section["tasks"] = {**section.get("tasks", {}), **{task: {"scorers": scorers} for task in tasks}}
     folder = run_folder_of(_resolved(document, sets))
     place = _make_place(folder, resume=resume, fresh=fresh)
     if prompts is not None:
@@ -134,20 +148,6 @@ def _take(function: Function, what: str, files: dict[str, str], import_folders: 
     return found.path
 
 
-def _rows_of(prompts: Any) -> Iterable[Any]:
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        hint = "; name one split of it" if isinstance(prompts, Mapping) else ""
-        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of dicts, or a datasets.Dataset{hint}")
-    return prompts
-
-
-def _copy_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps(recipe, default=os.fspath))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"recipe cannot be written as JSON: {error}; give values that TOML has too") from None
-
-
 def _checked(row: Any, number: int) -> dict[str, Any]:
     try:
         checked = Prompt.model_validate(row).model_dump(mode="json")
@@ -160,20 +160,6 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"prompts[{number}] cannot be written as JSON ({error}); leave the value out") from None
     return checked
-
-
-def _path_of(recipe: str | os.PathLike[str]) -> str:
-    try:
-        return recipe_path(os.fspath(recipe))
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _tasks_of(recipe: Recipe) -> list[str]:
-    data = recipe.data
-    if data.sets:  # data sets need not be read to know it
-        return sorted({section.task for section in data.sets})
-    return sorted({prompt.task for prompt in prompts_of(recipe)})
 
 
 def _make_place(folder: RunFolder, *, resume: bool, fresh: bool) -> Path:

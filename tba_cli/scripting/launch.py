@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tba.errors import TbaError
 from tba_cli.scripting.command import EXIT_INTERRUPTED, Command
 from tba_cli.scripting.inputs import Function, RecipeLike, prepare
 from tba_cli.scripting.run_handle import Run
@@ -85,7 +84,13 @@ def run(
         with _interruptible():
             code = _until_end(command, progress=progress)
         if code not in (0, EXIT_INTERRUPTED):
-            raise _failure(command, code, with_output=not progress)
+            error = command.failure(code)
+            text, advice, _ = str(error).partition(f"; {SHELL_ADVICE}")
+            text += f"; {PYTHON_ADVICE}" if advice else ""
+            # with the last lines of what was not shown, where the error refers to them
+            if not progress and LINES_ABOVE in text:
+                text = f"{''.join(command.last_lines)}{text}"
+            raise type(error)(text)
     if code == EXIT_INTERRUPTED and not inputs.folder.has_begun:
         raise KeyboardInterrupt
     if code == EXIT_INTERRUPTED and progress:
@@ -124,17 +129,3 @@ def _until_end(command: Command, *, progress: bool) -> int:
             command.interrupt()
             if progress:
                 print("stopping cleanly; a second interrupt kills it (it can be resumed then too)", flush=True)
-
-
-def _failure(command: Command, code: int, *, with_output: bool) -> TbaError:
-    """Return the error of a run that failed.
-
-    Args:
-        with_output: with the last lines of what was not shown, where the error refers to them.
-    """
-    error = command.failure(code)
-    text, advice, _ = str(error).partition(f"; {SHELL_ADVICE}")
-    text += f"; {PYTHON_ADVICE}" if advice else ""
-    if with_output and LINES_ABOVE in text:
-        text = f"{''.join(command.last_lines)}{text}"
-    return type(error)(text)

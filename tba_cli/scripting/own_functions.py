@@ -55,9 +55,24 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
             "the recipe as 'module:name'"
         )
     if _is_importable(function):
-        return NamedFunction(f"{function.__module__}:{function.__qualname__}", import_folder=_import_folder(function))
+        file = Path(sys.modules[function.__module__].__file__ or "").resolve()
+        folder = str(file.parents[function.__module__.count(".") + (file.name == "__init__.py")])
+        # in front of the path, installed packages would hide the standard library
+        installed = (*sysconfig.get_paths().values(), site.getusersitepackages())
+        is_installed = folder in {str(Path(place).resolve()) for place in installed}
+        path = f"{function.__module__}:{function.__qualname__}"
+        return NamedFunction(path, import_folder=None if is_installed else folder)
     name = function.__name__
-    source = _source(function, what=what)
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        (node,) = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError):
+        raise ConfigError(
+            f"{what}: the source of {name!r} cannot be read (a plain Python prompt keeps none); define it "
+            "in a notebook or in a file, and import it from there"
+        ) from None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise ConfigError(f"{what}: {name!r} is not defined by a `def` of its own; write one")
     where = "a notebook or script" if function.__module__ == "__main__" else f"module {function.__module__}"
     return NamedFunction(f"{PREFIX}{name}:{name}", source=HEAD.format(name=name, where=where) + source)
 
@@ -71,25 +86,3 @@ def _is_importable(function: FunctionType) -> bool:
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is function
-
-
-def _import_folder(function: FunctionType) -> str | None:
-    file = Path(sys.modules[function.__module__].__file__ or "").resolve()
-    depth = function.__module__.count(".") + (file.name == "__init__.py")
-    folder = str(file.parents[depth])
-    # in front of the path, installed packages would hide the standard library
-    return None if folder in {*sysconfig.get_paths().values(), site.getusersitepackages()} else folder
-
-
-def _source(function: FunctionType, *, what: str) -> str:
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (node,) = ast.parse(source).body
-    except (OSError, SyntaxError, ValueError):
-        raise ConfigError(
-            f"{what}: the source of {function.__name__!r} cannot be read (a plain Python prompt keeps none); define it "
-            "in a notebook or in a file, and import it from there"
-        ) from None
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        raise ConfigError(f"{what}: {function.__name__!r} is not defined by a `def` of its own; write one")
-    return source

@@ -126,7 +126,14 @@ class Run:
             view_died = self._view is not None and not self._view.is_running
             if self._client is None or start != self._start or view_died:
                 self.close()
-                self._client, self._page = self._open_view() if is_over else self._open_service()
+                if is_over:
+                    self._client, self._page = self._open_view()
+                elif self._url is None:
+                    flags = {"run": None, "run_dir": str(self.path), "url": None, "token_file": None}
+                    self._client, self._page = open_target(argparse.Namespace(**flags, ca_file=self._ca_file))
+                else:
+                    self._client = BufferClient(self._url, token=self._token, retry_s=RETRY_S, ca_file=self._ca_file)
+                    self._page = page_url(self._url, self._token)
                 self._start = start
             return self._client
 
@@ -201,15 +208,6 @@ class Run:
             cursor = page.next
             if cursor is None:
                 return
-
-    def _open_service(self) -> tuple[BufferClient, str]:
-        if self._url is None:
-            run_dir = str(self.path)
-            return open_target(
-                argparse.Namespace(run=None, run_dir=run_dir, url=None, token_file=None, ca_file=self._ca_file)
-            )
-        client = BufferClient(self._url, token=self._token, retry_s=RETRY_S, ca_file=self._ca_file)
-        return client, page_url(self._url, self._token)
 
     def _open_view(self) -> tuple[BufferClient, str]:
         view = Command(["--json", "view", str(self.path), "--no-open"])

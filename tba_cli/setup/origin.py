@@ -94,12 +94,29 @@ def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin
         return None
     check_origin(recipe)
     source = SnapshotSource.parse(recipe.run.snapshot)
-    found = _store_of(source, store, runs_dir)
-    version = None if recipe.run.fork_version is None else PolicyVersion.parse(recipe.run.fork_version)
-    key = source.manifest_key
-    origin = Origin(source, version, found, decode_snapshot_manifest(found.get(key), key=key))
-    _check(origin, recipe)
-    return origin
+    key, places = source.manifest_key, [store]
+    if store.size_bytes(key) is None and (local := store_of_run(RunFolder(runs_dir / source.run))) is not None:
+        places.append(local)
+    found = places[-1]
+    if found.size_bytes(key) is None:
+        raise ConfigError(
+            f"there is no snapshot {source} in {' or '.join(place.url for place in places)}; make it with "
+            f"`tba buffer save {source.name} {source.run}`"
+        )
+    manifest, needed = decode_snapshot_manifest(found.get(key), key=key), recipe.sampling.min_size_to_sample
+    if recipe.is_offline and manifest.num_scored + manifest.num_pending < needed:
+        raise ConfigError(
+            f"snapshot {source} holds {manifest.num_scored} scored rollouts, and sampling.min_size_to_sample is "
+            f"{needed}: without searchers no batch could ever be drawn"
+        )
+    if recipe.run.fork_version is None:
+        return Origin(source, None, found, manifest)
+    version = PolicyVersion.parse(recipe.run.fork_version)
+    check_version(found, source.run, version)
+    # the position of its publication says which rollouts are older than the fork
+    if manifest.publication_of(version) is None:
+        raise ConfigError(f"snapshot {source} was saved before version {version} was announced; save another one")
+    return Origin(source, version, found, manifest)
 
 
 def copy_origin(origin: Origin, store: ObjectStore) -> int:
@@ -160,19 +177,6 @@ def store_of_run(folder: RunFolder) -> ObjectStore | None:
     return open_store(load_recipe(folder.config_path, environ={}).store)
 
 
-def _store_of(source: SnapshotSource, store: ObjectStore, runs_dir: Path) -> ObjectStore:
-    if store.size_bytes(source.manifest_key) is not None:
-        return store
-    local = store_of_run(RunFolder(runs_dir / source.run))
-    if local is not None and local.size_bytes(source.manifest_key) is not None:
-        return local
-    places = [store.url, *([] if local is None else [local.url])]
-    raise ConfigError(
-        f"there is no snapshot {source} in {' or '.join(places)}; make it with "
-        f"`tba buffer save {source.name} {source.run}`"
-    )
-
-
 def check_version(store: ObjectStore, run: str, version: PolicyVersion) -> None:
     """Check that a run has a version to fork from."""
     versions = WeightVersions(store, run)
@@ -182,21 +186,4 @@ def check_version(store: ObjectStore, run: str, version: PolicyVersion) -> None:
         raise ConfigError(
             f"run {run!r} has no weight version {version} in {store.url} (any more: trainer.keep_versions); the newest "
             f"are {newest}"
-        )
-
-
-def _check(origin: Origin, recipe: Recipe) -> None:
-    manifest, version, needed = origin.manifest, origin.version, recipe.sampling.min_size_to_sample
-    if recipe.is_offline and manifest.num_scored + manifest.num_pending < needed:
-        raise ConfigError(
-            f"snapshot {origin.source} holds {manifest.num_scored} scored rollouts, and sampling.min_size_to_sample is "
-            f"{needed}: without searchers no batch could ever be drawn"
-        )
-    if version is None:
-        return
-    check_version(origin.store, origin.source.run, version)
-    # the position of its publication says which rollouts are older than the fork
-    if manifest.publication_of(version) is None:
-        raise ConfigError(
-            f"snapshot {origin.source} was saved before version {version} was announced; save another one"
         )

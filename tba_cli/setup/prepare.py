@@ -6,9 +6,9 @@ Idempotent: a folder that is there is only checked. Programs of their own do the
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tba_cli.artifacts.prepared import (
     publish,
     read_record,
 )
-from tba_cli.child_processes import run_program
+from tba_cli.child_processes import ask_program, run_program
 from tba_cli.console import Console
 from tba_cli.prompts.reader import in_both_splits, prompts_of
 from tba_cli.setup import trl_training
@@ -158,8 +158,15 @@ def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str,
 
 def _measured(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return the answer of `convert check` for the starting model."""
-    with tempfile.TemporaryDirectory(prefix="tba-prepare-") as place:
-        texts = Path(place) / "texts.json"
-        texts.write_text(json.dumps([prompt.text for prompt in prompts]), encoding="utf-8")
-        words = ["check", recipe.model.path, "--texts", str(texts), *["--trust"] * recipe.model.trust_remote_code]
-        return json.loads(run_program("tba_cli.starter_models.convert", words))
+    texts = json.dumps([prompt.text for prompt in prompts])
+    words = ["check", recipe.model.path, *["--trust"] * recipe.model.trust_remote_code]
+    return ask_program("tba_cli.starter_models.convert", words, texts=texts)
+
+
+def try_model(recipe: Recipe) -> dict[str, Any] | None:
+    """Try the starting model in a program of the searcher; return what was checked, None where it cannot be, or need
+    not."""
+    found = [importlib.util.find_spec(name) for name in ("tba_searcher", "torch")]
+    if recipe.searcher.engine == "simulated" or not all(spec and spec.submodule_search_locations for spec in found):
+        return None
+    return ask_program("tba_searcher.engines.model_check", config=recipe.model_dump_json())

@@ -59,9 +59,13 @@ def run_setup(
         TbaError: something else is not to be had; says what to do.
         OlderRedisError: the store holds more of the run than Redis knows.
     """
-    if only != "models":
-        # before the store is waited for: an address that is missing stays so
-        _check_addresses(recipe)
+    # before the store is waited for: an address that is missing stays so
+    for name, section in (("buffer", recipe.buffer), ("reward", recipe.reward)):
+        if only != "models" and section.url is None and section.port == 0:
+            raise ConfigError(
+                f"{name}.port is 0 and {name}.url is not given, so the address of the {name} service is unknown; give "
+                f"{name}.url (TBA_{name.upper()}__URL), or use `tba run`, which sets everything up itself"
+            )
     short = open_store(recipe.store, timeout_s=STORE_TIMEOUT_S)  # because the wait tries again
     wait_for_store(short, wait_s=wait_s, on_progress=on_progress, create_bucket=create_bucket)
     on_progress(f"the store {short.url} supports create-only writes")
@@ -118,13 +122,3 @@ def _wait_until_ready(client: ServiceClient, wait: str, deadline_s: float, on_pr
             shown_s = now_s
             on_progress(f"wait {wait!r} ({deadline_s - now_s:.0f} s left): {reason}")
         time.sleep(POLL_S)
-
-
-def _check_addresses(recipe: Recipe) -> None:
-    """Raise ConfigError where the address of a service is chosen by `tba run` alone."""
-    for name, section in (("buffer", recipe.buffer), ("reward", recipe.reward)):
-        if section.url is None and section.port == 0:
-            raise ConfigError(
-                f"{name}.port is 0 and {name}.url is not given, so the address of the {name} service is unknown; give "
-                f"{name}.url (TBA_{name.upper()}__URL), or use `tba run`, which sets everything up itself"
-            )

@@ -53,7 +53,18 @@ def train(item: PrepareItem, console: Console) -> None:
         run_in_sight(PROGRAM, [kind, "--config", item.trl_file or "", "--output_dir", str(out)])
     except ChildError as error:
         raise ChildError(f"{item.path}: `{command}` failed ({error}); it says above why") from None
-    _check_model(out, is_reward=kind == "reward", made_by=command)
+    problem = None
+    if (out / "adapter_config.json").is_file():
+        problem = "holds an adapter; merge it into its base, or set use_peft to false"
+    elif not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
+        problem = "holds no config.json with safetensors files"
+    elif not (out / "tokenizer_config.json").is_file():
+        problem = "holds no tokenizer"
+    # transformers writes the names of the outputs instead of their number
+    elif kind == "reward" and len(_config(out).get("id2label", ("one", "two"))) != 1:
+        problem = "holds a model that has not exactly one output (num_labels)"
+    if problem is not None:
+        raise ConfigError(f"{out}, made by `{command}`, {problem}; tba cannot use it")
     _delete(path for pattern in LEFTOVERS for path in out.glob(pattern))
     publish(item, out, commit=None)
 
@@ -82,21 +93,6 @@ def check_scorers(recipe: Recipe) -> None:
                     f"reward.tasks.{task}: {spec.model} has learned its score {where}; set append_eos = "
                     f"{str(is_at_eos).lower()} in its scorer"
                 )
-
-
-def _check_model(folder: Path, *, is_reward: bool, made_by: str) -> None:
-    if (folder / "adapter_config.json").is_file():
-        problem = "holds an adapter; merge it into its base, or set use_peft to false"
-    elif not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        problem = "holds no config.json with safetensors files"
-    elif not (folder / "tokenizer_config.json").is_file():
-        problem = "holds no tokenizer"
-    # transformers writes the names of the outputs instead of their number
-    elif is_reward and len(_config(folder).get("id2label", ("one", "two"))) != 1:
-        problem = "holds a model that has not exactly one output (num_labels)"
-    else:
-        return
-    raise ConfigError(f"{folder}, made by `{made_by}`, {problem}; tba cannot use it")
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -64,7 +64,13 @@ Layout = Mapping[int, tuple[Occupant, ...]]
 
 def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) -> Layout:
     """Return who is on which GPU, in the order of start; empty where the recipe asks for no GPU."""
-    scorers = _model_processes(recipe)
+    # scorers with the same models share a process, the first one's
+    scorers: dict[str, ModelScorerSpec] = {}
+    for task, reward in recipe.reward.tasks.items():
+        for number, spec in enumerate(reward.scorers):
+            known = {one.models_key for one in scorers.values()}
+            if isinstance(spec, ModelScorerSpec) and spec.models_key not in known:
+                scorers[f"reward.tasks.{task}.scorers.{number}"] = spec
     devices = [recipe.trainer.device, recipe.searcher.device, *(spec.device for spec in scorers.values())]
     # a scorer's `auto` alone asks for none
     if not any(device.startswith("cuda") for device in devices) and not named_gpus(recipe):
@@ -120,20 +126,6 @@ def _number(key: str, device: str, visible: Sequence[int] | None) -> int | None:
             "(the first is 0); correct one of them"
         )
     return visible[number]
-
-
-def _model_processes(recipe: Recipe) -> dict[str, ModelScorerSpec]:
-    """Return the scorers with networks by their key; scorers with the same models share a process, the first one's."""
-    found: dict[str, ModelScorerSpec] = {}
-    known = set()
-    for task, reward in recipe.reward.tasks.items():
-        for number, spec in enumerate(reward.scorers):
-            if not isinstance(spec, ModelScorerSpec):
-                continue
-            if spec.models_key not in known:
-                known.add(spec.models_key)
-                found[f"reward.tasks.{task}.scorers.{number}"] = spec
-    return found
 
 
 def _models_of(spec: ModelScorerSpec, shape_of: ShapeOf) -> Iterator[Occupant]:

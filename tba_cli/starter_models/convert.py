@@ -53,12 +53,23 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
         what = "config or tokenizer cannot be loaded"
         raise ConfigError(f"{folder}: {what}: {_reason(error)}{trust_hint(error)}") from None
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    unknown: list[set[str]] = []
+    # byte-level tokenizers know everything, also those that name an unknown token
+    if texts and tokenizer.unk_token_id is not None and tokenizer.is_fast:
+        # a text may hold the unknown token by name, as for models whose end of text it is as well
+        plain = [text.replace(tokenizer.unk_token, "") for text in texts]
+        coded = tokenizer(plain, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for text, tokens, offsets in zip(plain, coded["input_ids"], coded["offset_mapping"], strict=True):
+            places = zip(tokens, offsets, strict=True)
+            unknown.append({text[a:b] for token, (a, b) in places if token == tokenizer.unk_token_id and b > a})
+    pieces = Counter(piece for found in unknown for piece in sorted(found))
     return {
         "architecture": (config.architectures or ["unknown"])[0],
         "vocab_size": config.get_text_config().vocab_size,
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
-        **_unknown(tokenizer, texts),
+        "num_unknown_texts": sum(map(bool, unknown)),
+        "unknown": [piece for piece, _ in pieces.most_common(MAX_SHOWN_UNKNOWN)],
         "endless": _endless(folder, config, tokenizer, texts),
     }
 
@@ -83,29 +94,6 @@ def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str
         return None if eos_ids else ""
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
     return None if eos_ids.intersection(ids) else tokenizer.decode(ids)
-
-
-def _unknown(tokenizer: Any, texts: list[str]) -> dict[str, Any]:
-    """Return how many texts the tokenizer knows only in part, and what it does not know, the most frequent first."""
-    # byte-level tokenizers know everything, also those that name an unknown token
-    if not texts or tokenizer.unk_token_id is None or not tokenizer.is_fast:
-        return {"num_unknown_texts": 0, "unknown": []}
-    # a text may hold the unknown token by name, as for models whose end of text it is as well
-    plain = [text.replace(tokenizer.unk_token, "") for text in texts]
-    coded = tokenizer(plain, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    found = [
-        {
-            text[start:end]
-            for token, (start, end) in zip(tokens, offsets, strict=True)
-            if token == tokenizer.unk_token_id and end > start
-        }
-        for text, tokens, offsets in zip(plain, coded["input_ids"], coded["offset_mapping"], strict=True)
-    ]
-    pieces = Counter(piece for unknown in found for piece in sorted(unknown))
-    return {
-        "num_unknown_texts": sum(map(bool, found)),
-        "unknown": [piece for piece, _ in pieces.most_common(MAX_SHOWN_UNKNOWN)],
-    }
 
 
 def chat_texts(

@@ -16,12 +16,10 @@ SECRETS = {"TBA_BUFFER__REDIS_URL": "rediss://:secret@redis.example:6380/0"}
 
 
 def recipe_text(path: Path, *more: str) -> str:
-    """Return the recipe in the ConfigMap."""
     return render_file(path, *more).one("ConfigMap", "t-recipe")["data"]["recipe.toml"]
 
 
 def recipe_of(path: Path, component: str, folder: Path, *more: str) -> Recipe:
-    """The recipe as a component of the release reads it."""
     file = folder / "recipe.toml"
     file.write_text(recipe_text(path, *more))
     pod = render_file(path, *more).pod(component)

@@ -28,7 +28,6 @@ pytestmark = needs_helm
 
 
 def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rendering:
-    """Render the quickstart with more values."""
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(values))
     return render("-f", str(QUICKSTART), "-f", str(path), kube=kube)
@@ -68,7 +67,6 @@ def test_the_controller_reaches_the_buffer_alone(peer: dict[str, Any], tmp_path:
 
 
 def notes(tmp_path: Path, *words: str) -> str:
-    """What Helm says after an installation, in the namespace `lab`."""
     with cluster_with([], tmp_path) as kubeconfig:
         sets = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32", *words)
         flags = ("--dry-run=client", "--kubeconfig", str(kubeconfig))

@@ -1,4 +1,4 @@
-"""Values that could not work are refused at `helm template`, with a sentence each: what, which value, what to do."""
+"""Values that could not work are refused at `helm template`, with a sentence each; every value is described."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from charts.tools.readme import at, described
+from charts.tools.readme import at, described, text, undescribed
 from tests.support.chart import CHART, OLDEST, needs_helm, refusal, template
 
 pytestmark = needs_helm
@@ -98,12 +98,11 @@ OF_UPGRADES = {f"{GOOD},trainer.fixedJobName=true": "Kubernetes does not let Hel
 OF_NAMES = {"2nd.run": 'objects would be called "2nd.run", and a Service has small letters'}
 """Name of the release -> sentence."""
 NOT_REACHED = {r"environment of %s: %s"}
-"""Guards against faults of the templates themselves. test_installed.py has the comparisons with a cluster."""
+"""Guards against faults of the templates themselves. test_upgrades.py has the comparisons with a cluster."""
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """Helm's message for each case."""
     found = {values: refusal("--set", values) for values in CASES}
     found |= {values: refusal("--set", values, kube=OLDEST) for values in OF_OLD_CLUSTERS}
     found |= {values: refusal("--set", values, "--is-upgrade") for values in OF_UPGRADES}
@@ -181,3 +180,14 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
 def test_global_values_of_a_parent_chart_are_let_through() -> None:
     done = template("--set", f"{BUNDLED},global.somethingOfTheParent=1")
     assert done.returncode == 0, done.stderr
+
+
+VALUES = (CHART / "values.yaml").read_text()
+
+
+def test_every_value_is_described() -> None:
+    assert undescribed(VALUES) == []
+
+
+def test_the_readme_is_what_values_make() -> None:
+    assert (CHART / "README.md").read_text() == text(), "run `make chart-docs`"

@@ -54,7 +54,6 @@ def place(make_place: MakePlace) -> Place:
 
 
 def pushing(info: RunInfo) -> set[str]:
-    """The searchers that are alive and have pushed."""
     found = (item for item in info.components if item.kind == "searcher" and item.alive and item.state == "running")
     return {item.component_id for item in found if item.gauges.get("rollouts_pushed", 0) > 0}
 
@@ -117,8 +116,6 @@ def test_a_paused_run_makes_no_step_and_continues_when_told_to(place: Place) -> 
 
 
 class Control:
-    """`tba` commands for a run, called in this process."""
-
     def __init__(self, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         self._place, self._capsys = place, capsys
 
@@ -149,7 +146,6 @@ def ledger(place: Place) -> list[LedgerEntry]:
 
 
 def first_step(place: Place, audit: SettingsAudit) -> int:
-    """The first step that was made with a change."""
     return min(entry.step for entry in ledger(place) if entry.settings_revision >= audit.revision)
 
 
@@ -220,32 +216,6 @@ def they_are_shown(place: Place, control: Control, trained: SettingsAudit) -> No
     assert "(diverges)" in shown
     assert "'policy_temperature' (value 0.7) cannot change" in control("set", "policy_temperature=0.7", code=2)
     assert "beta cannot be 0" in control("set", "beta=0", code=2)
-
-
-def test_searchers_come_and_go_while_the_trainer_trains(place: Place) -> None:
-    up = place.control("scale", "3", "--reason", "night")
-    assert up.returncode == 0, up.stderr
-    assert "searchers: 3 desired (asked for by the operator), " in up.stdout
-    place.until("all three push", lambda info: len(pushing(info)) == 3)
-    redis_url = place.redis_url()
-    before = stored_rollouts(redis_url)
-
-    down = place.control("scale", "1")
-    assert down.returncode == 0, down.stderr
-    step = place.until("searcher-0 alone is left", lambda info: pushing(info) == {"searcher-0"}).step
-    place.until("training continues", lambda info: info.step >= step + 5)
-    out = place.started[-1]
-    for name in ("searcher-1", "searcher-2"):  # drained, not lost
-        until(f"{name} has ended", lambda name=name: f"{name} was stopped (exit code 0)" in out.out)
-        assert not open_leases(redis_url, name)
-    client = place.client()
-    stats, info = client.stats(), client.scaling()
-    client.close()
-    assert stats.pushed["refused"] == 0
-    after = stored_rollouts(redis_url)
-    assert {rollout_id: after.get(rollout_id) for rollout_id in before} == before
-    assert {rollout.searcher_id for rollout in decode_all(before)} == {f"searcher-{i}" for i in range(3)}
-    assert [(change.old, change.new, change.reason) for change in info.changes] == [(None, 3, "night"), (3, 1, None)]
 
 
 def test_a_stopped_run_ends_early_with_checkpoint_evaluation_and_model(place: Place) -> None:

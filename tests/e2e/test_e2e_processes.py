@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tba.versions import START, PolicyVersion
-from tests.e2e.conftest import MakePlace
 from tests.support.e2e import decode_all
 
 NUM_STEPS = 8
 
 
 @pytest.mark.nightly
-def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_take_its_versions(
-    make_place: MakePlace, tmp_path: Path
-) -> None:
+def test_a_trainer_of_two_processes_in_bfloat16_runs_to_the_end_and_searchers_take_its_versions(make_place, tmp_path):
     place = make_place(
         trainer={"num_steps": NUM_STEPS, "num_processes": 2, "compute_dtype": "bfloat16"}
         | {"learning_rate": {"value": 1e-4}},

@@ -35,7 +35,6 @@ NOTEBOOK = SERVICE_PATHS[0] / "examples" / "notebook.ipynb"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current folder of all tests here."""
     folder = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -151,9 +150,7 @@ def processes_of(url: str) -> list[int]:
     return found
 
 
-def test_an_interrupt_stops_it_and_the_same_call_resumes_it(
-    place: Path, model: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_an_interrupt_stops_it_and_the_same_call_resumes_it(place: Path, model: Path, capfd):
     given: dict[str, Any] = {"rewards": [own_scorer()], "prompts": prompts(), "name": "stopped"}
     recipe = tiny_sections(model, trainer={"num_steps": ENDLESS}, searcher={"num_searchers": 1})
     failures: list[BaseException] = []
@@ -193,7 +190,6 @@ def test_an_interrupt_stops_it_and_the_same_call_resumes_it(
 
 
 def use_live(place: Path) -> None:
-    """Read and steer the run while it goes."""
     folder = place / "runs" / "stopped"
     until("the run", lambda: (folder / "endpoints.json").exists())
     with tba.Run(folder) as live:

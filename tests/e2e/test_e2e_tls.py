@@ -36,7 +36,6 @@ TOKENS = {role: f"{role}-token-{'x' * 16}" for role in ("searcher", "trainer", "
 
 
 def proxy(name: str, port: int) -> TlsProxy:
-    """TLS with one of the tests' certificates in front of a plain port."""
     return TlsProxy(port, TLS_FOLDER / f"{name}.crt", TLS_FOLDER / f"{name}.key")
 
 
@@ -51,26 +50,21 @@ class TlsWorld:
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def recipe(self, **sections: dict[str, Any]) -> Recipe:
-        """The recipe of everything; sections override its values."""
         document = dict(self.document)
         for name, values in sections.items():
             document[name] = {**document.get(name, {}), **values}
         return parse_recipe(document, where="recipe of the TLS test")
 
     def write(self, name: str, **sections: dict[str, Any]) -> Path:
-        """A recipe as a file."""
         return write_recipe(self.folder / f"{name}.json", self.recipe(**sections))
 
     def start(self, kind: str, recipe: Path) -> None:
-        """Start `python -m tba_<kind>`."""
         self.processes[kind] = start_service(f"tba_{kind}", recipe, self.folder / f"{kind}.log")
 
     def log(self, kind: str) -> str:
-        """Return the log of a process."""
         return (self.folder / f"{kind}.log").read_text()
 
     def end(self, *kinds: str) -> None:
-        """SIGKILL."""
         for kind in kinds:
             self.processes[kind].kill()
             self.processes[kind].wait()
@@ -164,9 +158,7 @@ def _train(world: TlsWorld) -> None:
     world.end("trainer", "searcher")
 
 
-def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
-    world: TlsWorld, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(world: TlsWorld, capsys) -> None:
     url = ("--url", world.document["buffer"]["url"], "--ca-file", str(AUTHORITY))
     assert main(["status", "--json", *url, "--token-file", world.document["auth"]["tokens_file"]]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["step"] >= STEPS
@@ -187,9 +179,7 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(
         ("searcher", "reward"),
     ],
 )
-def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(
-    world: TlsWorld, service: str, link: str, fault: str
-) -> None:
+def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(world, service, link, fault):
     recipe = world.recipe(**_changed(world, link, fault))
     before = _num_connections(world)
     with pytest.raises(StoreTlsError if link == "store" else TlsError) as raised:
@@ -199,9 +189,7 @@ def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_command_that_cannot_have_tls_says_so(
-    world: TlsWorld, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_cannot_have_tls_says_so(world: TlsWorld, fault: str, capsys) -> None:
     url = _changed(world, "buffer", fault)["buffer"]["url"]
     tokens_file = world.document["auth"]["tokens_file"]
     assert main(["status", "--url", url, "--ca-file", str(AUTHORITY), "--token-file", tokens_file]) == 2
@@ -210,7 +198,6 @@ def test_a_command_that_cannot_have_tls_says_so(
 
 
 def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:
-    """The recipe with the address of an impostor."""
     section, key = {
         "buffer": ("buffer", "url"),
         "reward": ("reward", "url"),
@@ -223,7 +210,6 @@ def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]
 
 
 def _assert_says(said: str, world: TlsWorld, link: str, fault: str) -> None:
-    """Check that the message names the fault, the address, the file and the remedy."""
     setting = "store.ca_file" if link == "store" else "tls.ca_file"
     assert f"127.0.0.1:{world.impostors[fault].port}" in said
     assert f"{setting} {AUTHORITY} must be a PEM file with the authority" in said

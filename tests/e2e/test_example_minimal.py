@@ -30,7 +30,6 @@ class Point:
 
 
 def run_example(place: Path, *, steps: int) -> tuple[str, list[Point]]:
-    """The output, and its learning curve."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", str(steps), "--seed", "0"],
         cwd=place,

@@ -106,7 +106,6 @@ def recorded(make_place: MakePlace, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def walked() -> set[str]:
-    """Files that the page names in its section about one rollout."""
     section = re.search(r"^## One rollout.*?(?=^## )", (ROOT / "docs" / "architecture.md").read_text(), re.M | re.S)
     assert section is not None
     names = re.findall(r"`((?:[BSRT]|tba)/[\w/]+\.(?:py|lua))`", section[0])

@@ -73,7 +73,6 @@ class Rendering:
     objects: list[dict[str, Any]] = field(repr=False)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Objects of a kind."""
         return [found for found in self.objects if found["kind"] == kind]
 
     def one(self, kind: str, name: str) -> dict[str, Any]:
@@ -84,7 +83,6 @@ class Rendering:
         return found[0]
 
     def pods(self) -> Iterator[Pod]:
-        """Every pod template, and pods."""
         for found in self.objects:
             if found["kind"] == "Pod":
                 yield Pod("Pod", found["metadata"]["name"], found["metadata"], found["spec"])
@@ -100,7 +98,6 @@ class Rendering:
 
 
 def helm(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run Helm."""
     return subprocess.run([str(HELM), *args], capture_output=True, text=True, timeout=120)
 
 
@@ -126,7 +123,6 @@ def template(
 
 @lru_cache(maxsize=64)
 def rendered_text(*args: str, kube: str = NEWEST) -> str:
-    """Return the output of `helm template`; it must succeed."""
     done = template(*args, kube=kube)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -134,18 +130,15 @@ def rendered_text(*args: str, kube: str = NEWEST) -> str:
 
 @lru_cache(maxsize=64)
 def render(*args: str, kube: str = NEWEST) -> Rendering:
-    """The same, parsed."""
     documents = yaml.load_all(rendered_text(*args, kube=kube), Loader=_Loader)
     return Rendering([document for document in documents if document])
 
 
 def render_file(path: Path, *more: str, kube: str = NEWEST) -> Rendering:
-    """With a file of values."""
     return render(*arguments(path), *more, kube=kube)
 
 
 def quickstart(*values: str) -> Rendering:
-    """The quickstart with more values, each as `--set` takes it."""
     return render("-f", str(QUICKSTART), *(part for value in values for part in ("--set", value)))
 
 
@@ -161,7 +154,6 @@ def environment(
 
 
 def load_script(name: str) -> ModuleType:
-    """A program of charts/tba/files, as a module."""
     spec = importlib.util.spec_from_file_location(name, CHART / "files" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -171,7 +163,6 @@ def load_script(name: str) -> ModuleType:
 
 
 def arguments(path: Path) -> tuple[str, ...]:
-    """Return Helm's arguments for a file of values."""
     return ("-f", str(path), *(("--set", OF_A_RUN) if path == SEARCHERS else ()))
 
 

@@ -34,14 +34,12 @@ class Deployment:
     store_server: S3Server
 
     def recipe(self, **sections: dict[str, Any]) -> Recipe:
-        """The recipe of the services; sections override its values."""
         document = dict(self.document)
         for name, values in sections.items():
             document[name] = {**document.get(name, {}), **values}
         return parse_recipe(document, where="test recipe")
 
     def write(self, name: str, **sections: dict[str, Any]) -> Path:
-        """A recipe as a file."""
         return write_recipe(self.folder / f"{name}.json", self.recipe(**sections))
 
 

@@ -77,16 +77,13 @@ class Started:
 
     @property
     def out(self) -> str:
-        """stdout so far."""
         return self.output.read_text()
 
     @property
     def err(self) -> str:
-        """stderr so far."""
         return self.output.with_suffix(".err").read_text()
 
     def wait(self) -> int:
-        """The exit code."""
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -112,11 +109,9 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.path / "runs" / self.recipe["run"]["name"]
 
     def start(self, *words: str) -> Started:
-        """Start `tba run recipe.json ...`."""
         output = self.path / f"start-{len(self.started)}.out"
         with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
             process = subprocess.Popen(
@@ -139,7 +134,6 @@ class Place:
         return self
 
     def tba(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run another `tba` command to its end."""
         return subprocess.run(
             self._command(*words),
             cwd=self.path,
@@ -201,11 +195,9 @@ class Place:
         return found
 
     def log(self, child: str) -> str:
-        """Return the log of a child."""
         return (self.folder / "logs" / f"{child}.log").read_text()
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """summary.json of a run; None: of the one that the recipe names."""
         folder = self.folder if run is None else self.path / "runs" / run
         return json.loads((folder / "summary.json").read_text())
 
@@ -320,7 +312,6 @@ def stored_rollouts(redis_url: str, run: str = RUN) -> dict[bytes, bytes]:
 
 
 def decode_all(payloads: dict[bytes, bytes]) -> list[Rollout]:
-    """The rollouts."""
     return [decode_rollout(payload) for payload in payloads.values()]
 
 
@@ -340,5 +331,4 @@ def falling_beta(entry: LedgerEntry) -> Any:
 
 
 def whole_ledger(client: BufferClient) -> list[LedgerEntry]:
-    """The ledger of a run that is going."""
     return batch_entries(list(ledger_lines(client)))

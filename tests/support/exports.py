@@ -20,7 +20,6 @@ BEST = BestVersion(version="1-4", metric="accuracy", value=0.75, num_prompts=128
 
 
 def make_eval(version: str, **changes: Any) -> EvalInfo:
-    """A finished evaluation."""
     values: dict[str, Any] = {
         "eval_id": f"eval-{version}",
         "version": version,

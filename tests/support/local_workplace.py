@@ -107,7 +107,6 @@ class Workplace:
         return found
 
     def commands(self) -> list[str]:
-        """Command lines of the children."""
         found = []
         for pid in self.children():
             with contextlib.suppress(OSError):

@@ -49,10 +49,8 @@ def labels_in(query: str) -> set[str]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """The alert rules."""
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
 def promtool(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run promtool."""
     return subprocess.run([str(PROMTOOL), *args], capture_output=True, text=True, timeout=60, cwd=cwd)

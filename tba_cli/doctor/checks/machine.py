@@ -42,23 +42,19 @@ print(json.dumps({**answer, "refused": refused}))
 """
 
 
-def devices_of(recipe: Recipe) -> dict[str, str]:
-    """Return every device that the recipe names for `tba run`, by its key; `auto` takes what is there."""
+def check_devices(recipe: Recipe) -> None:
+    """Check before anything starts that this machine has the devices of the recipe."""
     devices = {"trainer.device": recipe.trainer.device}
     # the simulated engine has no model, and an offline run no searcher
     if recipe.searcher.engine != "simulated" and not recipe.is_offline:
         devices["searcher.device"] = recipe.searcher.device
     for task, reward in recipe.reward.tasks.items():
         for number, spec in enumerate(reward.scorers):
+            # `auto` takes what is there
             if isinstance(spec, ModelScorerSpec) and spec.device != "auto":
                 devices[f"reward.tasks.{task}.scorers.{number}.device"] = spec.device
-    return devices
-
-
-def check_devices(recipe: Recipe) -> None:
-    """Check before anything starts that this machine has the devices of the recipe."""
     # the import of torch takes seconds: a recipe for the CPU alone must not wait for it
-    asked = {key: device for key, device in devices_of(recipe).items() if device != "cpu"}
+    asked = {key: device for key, device in devices.items() if device != "cpu"}
     if not asked or importlib.util.find_spec("torch") is None:
         return
     answer = _ask_torch(sorted(set(asked.values())))
@@ -157,59 +153,47 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
 
 def check_disk(target: Target) -> Iterator[CheckResult]:
     """Check the free space where the services write, and shared memory."""
-    weights_bytes, folder = 0, Path(target.recipe.model.path)
+    recipe, weights_bytes, folder = target.recipe, 0, Path(target.recipe.model.path)
     if {"trainer", "searcher"} & target.services and folder.is_dir():
         # two versions: the one in use and the one that is being pulled or written
         weights_bytes = 2 * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    for what, path in _places(target).items():
-        # weights are written to the store and to temporary files alone
-        need_bytes = 0 if what in ("runs", "caches") else weights_bytes
-        yield _free(what, path, need_bytes=max(MIN_FREE_BYTES, need_bytes))
-    yield from _shared_memory(target)
-
-
-def _places(target: Target) -> dict[str, Path]:
-    places = {"temporary files": Path(tempfile.gettempdir())}
+    # weights are written to the store and to temporary files alone
+    places = {"temporary files": (Path(tempfile.gettempdir()), weights_bytes)}
     if (caches := Path.home() / ".cache").is_dir():
-        places["caches"] = caches
-    if target.recipe.store.cache_folder is not None:
-        places["the cache of weights"] = Path(target.recipe.store.cache_folder)
+        places["caches"] = (caches, 0)
+    if recipe.store.cache_folder is not None:
+        places["the cache of weights"] = (Path(recipe.store.cache_folder), weights_bytes)
     if target.is_local:
-        places["runs"] = Path(target.recipe.local.runs_dir)
-    scheme, _, rest = target.recipe.store.url.partition("://")
+        places["runs"] = (Path(recipe.local.runs_dir), 0)
+    scheme, _, rest = recipe.store.url.partition("://")
     if scheme == "file" and rest.startswith("/"):
-        places["the object store"] = Path(rest)
-    return places
-
-
-def _free(what: str, path: Path, *, need_bytes: int) -> CheckResult:
-    # the folder may not exist yet: then its first existing parent decides
-    there = path.expanduser().absolute()
-    while not there.exists():
-        there = there.parent
-    # read-only root file systems are usual in clusters
-    if not os.access(there, os.W_OK):
-        return fail(
-            "disk",
-            f"{there} ({what}) cannot be written by user {os.getuid()}",
-            "mount a writable volume or tmpfs there, or give the user the folder",
-        )
-    free = shutil.disk_usage(there).free
-    text = f"{free / GIB:.1f} GiB are free at {there} ({what}), and {need_bytes / GIB:.1f} GiB are needed"
-    if free < need_bytes:
-        return warn("disk", text, "free some space, or mount a larger volume (emptyDir sizeLimit, tmpfs size)")
-    return ok("disk", text)
-
-
-def _shared_memory(target: Target) -> Iterator[CheckResult]:
-    recipe = target.recipe
+        places["the object store"] = (Path(rest), weights_bytes)
+    for what, (path, written_bytes) in places.items():
+        # the folder may not exist yet: then its first existing parent decides
+        there = path.expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        # read-only root file systems are usual in clusters
+        if not os.access(there, os.W_OK):
+            yield fail(
+                "disk",
+                f"{there} ({what}) cannot be written by user {os.getuid()}",
+                "mount a writable volume or tmpfs there, or give the user the folder",
+            )
+            continue
+        free, need_bytes = shutil.disk_usage(there).free, max(MIN_FREE_BYTES, written_bytes)
+        text = f"{free / GIB:.1f} GiB are free at {there} ({what}), and {need_bytes / GIB:.1f} GiB are needed"
+        if free < need_bytes:
+            yield warn("disk", text, "free some space, or mount a larger volume (emptyDir sizeLimit, tmpfs size)")
+        else:
+            yield ok("disk", text)
+    if not SHARED_MEMORY.is_dir():
+        return
     asked = {
         "a trainer of several processes": recipe.trainer.num_processes > 1 and "trainer" in target.services,
         "vLLM": recipe.searcher.engine == "vllm" and "searcher" in target.services,
     }
     users = [name for name, is_asked in asked.items() if is_asked]
-    if not SHARED_MEMORY.is_dir():
-        return
     # containers have 64 MiB unless they ask for more, and NCCL then fails with an unrelated error message
     total = shutil.disk_usage(SHARED_MEMORY).total
     text = f"{SHARED_MEMORY} has {total / GIB:.2f} GiB"

@@ -26,29 +26,26 @@ def check_models(target: Target) -> Iterator[CheckResult]:
         yield ok("model", f"{', '.join(sorted(target.services))} needs no folder of this recipe")
     # several services may need one folder
     for folder in dict.fromkeys(found):
-        yield _here(folder) if folder.is_here else _elsewhere(target, folder)
+        path, what = Path(folder.path).expanduser(), f"{folder.path} ({folder.key})"
+        if not folder.is_here:
+            yield _elsewhere(target, folder, what)
+            continue
+        try:
+            if not (path / "config.json").is_file():
+                raise ConfigError("it holds no config.json, so it is not a model in Hugging Face format")
+            tensors = tensors_of(path)
+            if folder.key == "model.path":
+                check_tokenizer(path)
+        except ConfigError as error:
+            fix = "remove the folder and fetch it again: tba data prepare RECIPE, or tba model pull"
+            yield fail("model", f"{what}: {error}", fix)
+        else:
+            size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            yield ok("model", f"{what}: {len(tensors)} tensors, {size_bytes / 2**20:,.1f} MiB")
 
 
-def _here(folder: RequiredFolder) -> CheckResult:
-    path = Path(folder.path).expanduser()
-    try:
-        if not (path / "config.json").is_file():
-            raise ConfigError("it holds no config.json, so it is not a model in Hugging Face format")
-        tensors = tensors_of(path)
-        if folder.key == "model.path":
-            check_tokenizer(path)
-    except ConfigError as error:
-        return fail(
-            "model",
-            f"{folder.path} ({folder.key}): {error}",
-            "remove the folder and fetch it again: tba data prepare RECIPE, or tba model pull",
-        )
-    size_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return ok("model", f"{folder.path} ({folder.key}): {len(tensors)} tensors, {size_bytes / 2**20:,.1f} MiB")
-
-
-def _elsewhere(target: Target, folder: RequiredFolder) -> CheckResult:
-    what, section = f"{folder.path} ({folder.key})", target.recipe.store
+def _elsewhere(target: Target, folder: RequiredFolder, what: str) -> CheckResult:
+    section = target.recipe.store
     has_maker = target.recipe.model.warm_start is not None and folder.key == "model.path"
     if target.is_local and has_maker:
         return ok("model", f"{what} is not there yet; `tba run` makes it")

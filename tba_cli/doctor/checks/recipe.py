@@ -213,25 +213,20 @@ class RecipeChecks:
             yield skip("scorer", f"{', '.join(missing)} is not there yet; `tba run` fetches or makes it")
             return
         trial = self.try_scorers(self.recipe, self.prompts, http=not self.offline)
-        yield from _scorer_results(trial, self.file)
+        for task, why in trial.left_out.items():
+            yield skip("scorer", f"task {task!r}: {why}; `tba score` asks it")
+        for task, problem in trial.problems():
+            yield fail("scorer", problem, fix_of(task))
+        for task, num in trial.num_untried.items():
+            yield skip("scorer", f"task {task!r}: {num:,} prompts, whose data have rarer columns, were not tried")
+        for task, sets in trial.tried.items():
+            if problem_of(sets[0].results) is None:
+                yield _tried_result(trial, task, sets[0].results, self.file)
 
     def _missing(self, paths: set[str]) -> list[str]:
         """Return which of these folders are not there yet, and `tba run` fetches or makes them."""
         wanted = made_at_start(self.recipe) & paths
         return [path for path in missing(self.recipe, at_start=True) if path in wanted] if wanted else []
-
-
-def _scorer_results(trial: Trial, recipe_file: Path) -> Iterator[CheckResult]:
-    for task, why in trial.left_out.items():
-        yield skip("scorer", f"task {task!r}: {why}; `tba score` asks it")
-    problems = list(trial.problems())
-    for task, problem in problems:
-        yield fail("scorer", problem, fix_of(task))
-    for task, num in trial.num_untried.items():
-        yield skip("scorer", f"task {task!r}: {num:,} prompts, whose data have rarer columns, were not tried")
-    for task, sets in trial.tried.items():
-        if problem_of(sets[0].results) is None:
-            yield _tried_result(trial, task, sets[0].results, recipe_file)
 
 
 def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResult]], recipe_file: Path) -> CheckResult:

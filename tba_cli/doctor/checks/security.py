@@ -47,11 +47,6 @@ def check_tokens(target: Target) -> Iterator[CheckResult]:
     except ConfigError as error:
         yield fail("tokens", str(error), f"{FIX_TOKENS_FILE}; in a container, check that the Secret is mounted there")
         return
-    yield from _file(Path(path), tokens)
-    yield from _asked(target, tokens)
-
-
-def _file(path: Path, tokens: RoleTokens) -> Iterator[CheckResult]:
     plain = [token for several in tokens.values() for token in several if not is_digest(token)]
     text = f"{path}: {len(tokens)} of {len(ROLES)} roles"
     if plain:
@@ -62,13 +57,15 @@ def _file(path: Path, tokens: RoleTokens) -> Iterator[CheckResult]:
         yield warn("tokens", f"{text}; there is none for {', '.join(missing)}", "add it to the file")
     else:
         yield ok("tokens", text)
-    found = path.stat()
-    mode, is_open = found.st_mode, all(folder.stat().st_mode & stat.S_IXOTH for folder in path.absolute().parents)
+    file = Path(path)
+    found = file.stat()
+    mode, is_open = found.st_mode, all(folder.stat().st_mode & stat.S_IXOTH for folder in file.absolute().parents)
     if mode & stat.S_IWOTH:
         yield fail("tokens-mode", f"anybody may change {path} (mode {stat.filemode(mode)})", f"chmod o-w {path}")
     # what is mounted into a container belongs to somebody else
     elif plain and is_open and mode & stat.S_IROTH and found.st_uid == os.geteuid():
         yield warn("tokens-mode", f"anybody here may read {path} (mode {stat.filemode(mode)})", f"chmod o-r {path}")
+    yield from _asked(target, tokens)
 
 
 def _asked(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:

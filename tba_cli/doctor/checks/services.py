@@ -6,11 +6,11 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 
 import tba
 from tba.api import RewardsReply, RunInfo
 from tba.clients.service_client import Reply, error_of
-from tba.config import Recipe
 from tba.errors import ConfigError, ServiceError, TlsError
 from tba.tokens import load_tokens
 from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, ok, skip, warn
@@ -25,8 +25,14 @@ def check_services(target: Target) -> Iterator[CheckResult]:
     """Check that the services are ready, and that the run makes progress."""
     for service in ASKED:
         answer = target.ask(service, "/readyz")
-        if isinstance(answer, Reply):
-            yield _health(service, answer)
+        if isinstance(answer, Reply) and answer.status == 200:
+            yield ok("service", f"the {service} service is ready")
+        elif isinstance(answer, Reply):
+            yield fail(
+                "service",
+                f"the {service} service answers {answer.status}: {error_of(answer)}",
+                "the message says what it waits for; its log says more",
+            )
         elif isinstance(answer, TlsError):
             yield fail("service", f"the {service} service: {answer}", "docs/security.md, TLS, says more")
         # nothing is wrong: the services of a local run live as long as it
@@ -38,20 +44,6 @@ def check_services(target: Target) -> Iterator[CheckResult]:
                 f"the {service} service: {answer}",
                 f"start it, or correct {service}.url; in a cluster: does a NetworkPolicy let this pod through?",
             )
-    yield from _run(target)
-
-
-def _health(service: str, answer: Reply) -> CheckResult:
-    if answer.status == 200:
-        return ok("service", f"the {service} service is ready")
-    return fail(
-        "service",
-        f"the {service} service answers {answer.status}: {error_of(answer)}",
-        "the message says what it waits for; its log says more",
-    )
-
-
-def _run(target: Target) -> Iterator[CheckResult]:
     run = target.read("buffer", "/v1/run", RunInfo, token=some_token(target))
     if run is None:
         return  # the results above, or those of the tokens and releases, say why
@@ -83,10 +75,12 @@ def some_token(target: Target) -> str | None:
 
 def check_releases(target: Target) -> Iterator[CheckResult]:
     """Compare the release of tba here with those of the services, and show the libraries."""
-    versions = {name: _version(name) for name in LIBRARIES}
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
-    own = ", ".join(sorted(target.services))
-    yield ok("release", f"tba {tba.__version__} ({own}), Python {platform.python_version()}, {libraries}")
+    libraries = []
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            libraries.append(f"{name} {importlib.metadata.version(name)}")
+    own, python = ", ".join(sorted(target.services)), platform.python_version()
+    yield ok("release", f"tba {tba.__version__} ({own}), Python {python}, {', '.join(libraries)}")
     for service in ASKED:
         answer = target.ask(service, "/version")
         if isinstance(answer, ServiceError) or answer.status != 200:
@@ -113,13 +107,6 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
             yield ok("release-services", f"the {service} service runs tba {version} for run {run!r}")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_rewards(target: Target) -> Iterator[CheckResult]:
     """Check that the reward service scores every task."""
     reply = target.read("reward", "/v1/rewards", RewardsReply, token=some_token(target))
@@ -127,7 +114,10 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
         yield skip("reward-tasks", "the reward service does not say which tasks it scores")
         return
     known = {reward.task: reward.health for reward in reply.rewards}
-    for task in tasks_of(target.recipe) if known else ():
+    data = target.recipe.data
+    # as far as the recipe alone names them; a file is not read
+    tasks = list(BUILT_IN) if data.generator in BUILT_IN else sorted({section.task for section in data.sets})
+    for task in tasks if known else ():
         if task not in known:
             yield fail(
                 "reward-tasks",
@@ -139,11 +129,3 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
             yield warn("reward-tasks", f"task {task!r}: {known[task]}", "the log of the reward service says why")
         else:
             yield ok("reward-tasks", f"task {task!r} is scored")
-
-
-def tasks_of(recipe: Recipe) -> list[str]:
-    """Return the tasks of the prompts, as far as the recipe alone names them; a file is not read."""
-    data = recipe.data
-    if data.generator is not None:
-        return [data.generator] if data.generator in BUILT_IN else []
-    return sorted({section.task for section in data.sets})

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba.config.sections import StoreSection
 from tba.errors import ConfigError, StoreError
 from tba.store import ObjectStore, open_store
 from tba_cli.artifacts import required_folders
@@ -27,8 +26,16 @@ def check_store(target: Target) -> Iterator[CheckResult]:
     """Write, read, list and remove a few objects under `check/`."""
     section = target.recipe.store
     if section.url.startswith("file://"):
-        yield from _folder(target, section)
-        if not section.url.startswith("file:///"):
+        is_of_run = not section.url.startswith("file:///")
+        if not target.is_local:
+            yield warn(
+                "store",
+                f"store.url is {section.url}, a folder of one machine, and the services have addresses of their own",
+                "use s3://BUCKET/PREFIX, or mount one file system with hard links at that path in every container",
+            )
+        elif is_of_run:
+            yield ok("store", f"store.url {section.url} is a folder inside the run's folder, which `tba run` makes")
+        if is_of_run:
             return
     try:
         # small parts, so that a few MiB are an upload in parts
@@ -66,14 +73,3 @@ def _large(store: ObjectStore, key: str) -> CheckResult:
         if copy.read_bytes() != source.read_bytes():
             return fail("store-parts", "an object sent in parts came back changed", "use another server, or repair it")
     return ok("store-parts", f"an upload in parts and a download work ({LARGE_BYTES >> 20} MiB)")
-
-
-def _folder(target: Target, section: StoreSection) -> Iterator[CheckResult]:
-    if not target.is_local:
-        yield warn(
-            "store",
-            f"store.url is {section.url}, a folder of one machine, and the services have addresses of their own",
-            "use s3://BUCKET/PREFIX, or mount one file system with hard links at that path in every container",
-        )
-    elif not section.url.startswith("file:///"):
-        yield ok("store", f"store.url {section.url} is a folder inside the run's folder, which `tba run` makes")

@@ -185,8 +185,33 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp
     _, out = check(reward={"tasks": {}})
     expected = "WARN tokenizer: 2 of 3 prompts contain '\u00d7' or '\u00f7', which the tokenizer does not know;"
     assert expected in out, out
-    _, out = check(reward={"tasks": {}}, model={"path": "later", "warm_start": {"task": "addition"}})
-    assert "later is not there yet" in out
+
+
+OF_THE_HUB = {"task": "mine", "dataset": "org/nowhere", "column": "question", "train": "train", "heldout": "test"}
+JUDGE = {"scorers": [{"kind": "http", "url": "http://127.0.0.1:9/v1/score"}]}
+NO_NETWORK = "-    prompts: --offline: a network would be needed for org/nowhere"
+ELSEWHERE = "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere"
+UNREADABLE = "nothing.jsonl cannot be read: No such file"
+WARM = {"path": "later", "warm_start": {"task": "addition"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "code", "said"),
+    [
+        ({"model": WARM}, 0, ["later is not there yet"]),
+        ({"model": {"path": "org/name"}}, 0, ["tba run` fetches or makes it", "ok   prompts: "]),
+        ({"data": {"path": "nothing.jsonl"}}, 1, [UNREADABLE, "-    tokenizer: there are no prompts to tokenize"]),
+        (
+            {"data": {"path": None, "sets": [OF_THE_HUB]}, "reward": {"tasks": {"mine": JUDGE}}},
+            0,
+            [NO_NETWORK, ELSEWHERE, "; not checked: 3 things"],
+        ),
+    ],
+    ids=["warm start", "hub model", "no prompts", "no network"],
+)
+def test_what_is_not_there_or_needs_a_network_is_said(check: Check, sections: dict, code: int, said: list[str]) -> None:
+    found, out = check("--offline", **{"reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}}, **sections})
+    assert (found, [text for text in said if text not in out]) == (code, []), out
 
 
 def test_every_fault_is_found_in_one_go(check: Check, tmp_path: Path) -> None:
@@ -203,9 +228,7 @@ def test_every_fault_is_found_in_one_go(check: Check, tmp_path: Path) -> None:
     assert f"recipe.json: {len(found)} things would fail" in out
 
 
-def test_a_scorer_that_does_not_come_up_in_time_is_quoted(
-    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scorer_that_does_not_come_up_in_time_is_quoted(check: Check, tmp_path, monkeypatch) -> None:
     """The folder of its log is gone before the log is read."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "slow.py").write_text("import time\nprint('waiting for card 7', flush=True)\ntime.sleep(3600)\n")
@@ -225,9 +248,7 @@ def test_a_scorer_that_does_not_come_up_in_time_is_quoted(
     assert line.endswith("fix: fix what the scorers wait for, or raise local.start_timeout_s")
 
 
-def test_a_reward_without_prompts_a_prompt_of_both_splits_and_another_temperature_are_warnings(
-    check: Check, tmp_path: Path
-) -> None:
+def test_a_reward_without_prompts_a_prompt_of_both_splits_and_another_temperature_are_warnings(check, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row | {"text": "1+1="}) for row in rows()))
     tasks = {name: {"scorers": [{"kind": "exact"}]} for name in ("mime", "judged", "mine")}
     code, out = check(
@@ -244,14 +265,6 @@ def test_a_reward_without_prompts_a_prompt_of_both_splits_and_another_temperatur
     assert reward == "WARN reward-task: no prompt has the task 'mime', so reward.tasks.mime scores nothing"
     expected = "WARN temperature: searcher.sampling_temperature is 1, and model.policy_temperature is 0.7"
     assert temperature.startswith(expected)
-
-
-def test_prompts_that_cannot_be_read_leave_nothing_to_tokenize(check: Check, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").unlink()
-    code, out = check(reward={"tasks": {}})
-    assert code == 1
-    assert any("prompts.jsonl cannot be read: No such file" in line for line in failures(out)), out
-    assert "-    tokenizer: there are no prompts to tokenize" in out
 
 
 HANGS = """
@@ -318,27 +331,6 @@ def test_a_model_whose_config_cannot_be_read_is_named(check: Check, tmp_path: Pa
     assert any("config or tokenizer cannot be loaded" in line for line in failures(out)), out
 
 
-def test_what_needs_a_network_is_left_out_by_name(check: Check) -> None:
-    part = {"task": "mine", "dataset": "org/nowhere", "column": "question"}
-    judge = {"scorers": [{"kind": "http", "url": "http://127.0.0.1:9/v1/score"}]}
-    code, out = check(
-        "--offline",
-        data={"path": None, "sets": [{**part, "train": "train", "heldout": "test"}]},
-        reward={"tasks": {"mine": judge}},
-    )
-    assert code == 0, out
-    assert "-    prompts: --offline: a network would be needed for org/nowhere" in out
-    assert "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere" in out
-    assert "; not checked: 3 things" in out
-
-
-def test_a_model_of_the_hub_that_is_fetched_at_the_start_is_no_fault(check: Check) -> None:
-    code, out = check("--offline", model={"path": "org/name"})
-    assert code == 0, out
-    assert "tba run` fetches or makes it" in out
-    assert any("prompts: " in line and "ok" in line for line in out.splitlines()), out
-
-
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -346,9 +338,7 @@ def test_a_model_of_the_hub_that_is_fetched_at_the_start_is_no_fault(check: Chec
         ("chunks", "does not decode layers of kind chunked_attention"),
     ],
 )
-def test_a_model_that_nothing_can_be_learned_with_is_named_before_a_child_is_started(
-    check: Check, tmp_path: Path, fault: str, sentence: str
-) -> None:
+def test_a_model_that_nothing_can_be_learned_with_is_named_before_a_child_is_started(check, tmp_path, fault, sentence):
     folder = make_tiny_model(tmp_path / "own")
     if fault == "no head":
         break_weights(folder, fault)

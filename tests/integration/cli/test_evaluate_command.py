@@ -100,7 +100,6 @@ def compared(workplace: Path, rewards: RewardServer) -> AnswerComparison:
 
 @pytest.fixture(scope="module")
 def best(workplace: Path, compared: AnswerComparison) -> Path:
-    """The evaluation of the best version."""
     return workplace / "both" / compared.versions[1]
 
 
@@ -152,9 +151,7 @@ def test_it_leaves_tables_and_no_weights(best: Path) -> None:
     assert not list(best.rglob("*.safetensors"))
 
 
-def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_started_and_ended(
-    workplace: Path, best: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_started_and_ended(workplace, best, capsys):
     assert main(["export", "demo", "--version", "best", "--out", "exported"]) == 0
     Path("recipe.json").write_text((workplace / "runs" / "demo" / "recipe.json").read_text())
     sets = ["--set", "eval.published.tasks=[]", "--set", "eval.published.perplexity=false"]
@@ -181,9 +178,7 @@ def test_an_exported_folder_under_a_recipe_gives_the_same_and_a_service_is_start
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, tokens)] == [0o700, 0o600]
 
 
-def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
-    workplace: Path, rewards: RewardServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(workplace, rewards, capsys):
     versions = WeightVersions(FileStore(workplace / "store"), "demo")
     spoilt = PolicyVersion(2, 1)
     publish_version(versions, workplace / "models" / "1-8", spoilt, parent=START, canary_shift=0.5)
@@ -218,9 +213,7 @@ def test_a_version_that_does_not_verify_in_the_engine_is_not_evaluated(
         (["demo", "--set", 'eval.published.tasks=["magic"]', "--set", "eval.published.references=[]"], "'magic'"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_in_a_sentence(
-    words: list[str], message: str, rewards: RewardServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_evaluated_is_said_in_a_sentence(words, message, rewards, capsys):
     url = [] if "--reward-url" in words else ["--reward-url", rewards.url]
     assert main(["evaluate", *words, *url]) == 2
     error = capsys.readouterr().err
@@ -229,9 +222,7 @@ def test_what_cannot_be_evaluated_is_said_in_a_sentence(
     assert Path("runs/demo/history.json").exists()
 
 
-def test_a_damaged_version_is_not_evaluated(
-    workplace: Path, rewards: RewardServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_version_is_not_evaluated(workplace: Path, rewards: RewardServer, capsys) -> None:
     store = FileStore(workplace / "store")
     key = WeightVersions(store, "demo").manifest(PolicyVersion(1, 8)).full[0].key
     whole = store.get(key)
@@ -243,9 +234,7 @@ def test_a_damaged_version_is_not_evaluated(
     assert "weights/1-8/model.safetensors" in capsys.readouterr().err
 
 
-def test_an_evaluator_that_says_nothing_is_killed(
-    rewards: RewardServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluator_that_says_nothing_is_killed(rewards: RewardServer, capsys, monkeypatch) -> None:
     monkeypatch.setattr(local_evaluate, "SILENCE_S", 0.01)
     assert main(["evaluate", "demo", "--reward-url", rewards.url]) == 2
     assert "wait 'evaluator': it reported nothing for 0.01 s" in capsys.readouterr().err

@@ -14,42 +14,20 @@ from typing import Any
 
 import pytest
 
-from tba.wire import encode_rollout
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
-from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
+from tests.integration.cli.test_view import ended, environ
 
-SHOWN = "answer of the run"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """The folder of a run that is over, with one rollout."""
-    place = tmp_path_factory.mktemp("place")
-    folder = RunFolder(place / "demo")
-    folder.redis_path.mkdir(parents=True)
-    stack = start_stack(place / "stack", redis_folder=folder.redis_path)
-    try:
-        stack.client.upload_prompts(make_prompts(1))
-        stack.client.push([encode_rollout(make_rollout(reward=1.0, response_text=SHOWN))])
-        document = stack.recipe.model_dump(mode="json")
-    finally:
-        stack.stop()
-    folder.write_json(folder.recipe_path, {**document, "store": {"url": "file://store"}})
-    folder.write_json(folder.ended_path, {"at_s": 1_000_000_000.0, "reason": "it is done"})
-    folder.marker_path.touch()
-    return folder
+__all__ = ["ended", "environ"]
+SHOWN = "answer 3"
 
 
 @pytest.fixture
-def evil(whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def evil(ended: RunFolder, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A copy, to be changed by a test; the reader's current folder is the one around it."""
-    shutil.copytree(whole.path, tmp_path / "evil")
-    (tmp_path / "copies").mkdir()
+    shutil.copytree(ended.path, tmp_path / "evil")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "copies"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [*SERVICE_PATHS, tmp_path])))
+    monkeypatch.setenv("PYTHONPATH", f"{environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
     return RunFolder(tmp_path / "evil")
 
 
@@ -79,13 +57,7 @@ def listed(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err
 
 
-def test_nothing_that_the_recipe_names_is_started_imported_or_called(
-    evil: RunFolder,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    store_calls: tuple[str, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_that_the_recipe_names_is_started_imported_or_called(evil, tmp_path, capsys, store_calls, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "reader")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     acted = tmp_path / "acted"
@@ -107,9 +79,7 @@ def test_nothing_that_the_recipe_names_is_started_imported_or_called(
 
 
 @pytest.mark.parametrize("words", ["MODULE LOAD ./m.so", "CONFIG SET dir /tmp", "EVAL return{} 0", "REPLICAOF h 1"])
-def test_a_command_that_acts_is_not_carried_out_from_the_append_only_file(
-    evil: RunFolder, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_a_command_that_acts_is_not_carried_out_from_the_append_only_file(evil: RunFolder, capsys, words: str) -> None:
     *_, file = sorted(evil.redis_path.rglob("*.aof"))
     parts = words.split()
     with file.open("a") as aof:
@@ -147,9 +117,7 @@ def test_what_is_no_plain_file_is_not_copied(evil: RunFolder, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["recipe.json", "ended.json", ".tba-run", "summary.json"])
 @pytest.mark.parametrize("command", ["rollouts list --run-dir", "status --run-dir", "table"])
-def test_a_device_or_a_pipe_in_place_of_a_document_is_an_error(
-    evil: RunFolder, capsys: pytest.CaptureFixture[str], name: str, command: str
-) -> None:
+def test_a_device_or_a_pipe_in_place_of_a_document_is_an_error(evil, capsys, name, command):
     path = evil.path / name
     path.unlink(missing_ok=True)
     if name == ".tba-run":
@@ -166,9 +134,7 @@ def test_an_end_beyond_all_dates_is_left_out(evil: RunFolder, capsys: pytest.Cap
     assert "its last sign of life" in capsys.readouterr().out
 
 
-def test_a_token_is_not_sent_to_an_address_that_another_user_wrote(
-    evil: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_is_not_sent_to_an_address_that_another_user_wrote(evil: RunFolder, capsys, monkeypatch) -> None:
     (evil.path / "mine.json").write_text("not read")
     endpoints = {"buffer_url": "http://127.0.0.1:9", "tokens_file": str(evil.path / "mine.json")}
     evil.write_json(evil.endpoints_path, endpoints)
@@ -176,14 +142,3 @@ def test_a_token_is_not_sent_to_an_address_that_another_user_wrote(
     with evil.acquire(resume=True, fresh=False):
         assert main(["status", "--run-dir", str(evil.path)]) == 2
     assert f"{evil.endpoints_path} belongs to another user" in capsys.readouterr().err
-
-
-def test_the_copy_of_a_killed_command_is_deleted_by_the_next(
-    evil: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    left = Path(os.environ["TMPDIR"]) / "tba-ended-x"
-    left.mkdir()
-    # the kernel has dropped the lock of the process that was killed
-    (left / "lock").touch()
-    assert listed(evil, capsys)[0] == 0
-    assert not left.exists()

@@ -92,7 +92,6 @@ def test_no_other_user_of_the_machine_gets_into_a_run(tmp_path: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 

@@ -42,7 +42,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, subpr
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process; of one that has ended, nothing."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -76,6 +75,13 @@ def test_a_run_goes_from_recipe_to_summary_and_leaves_no_process(finished):
     config = json.loads((place.folder / "config.json").read_text())
     assert config["buffer"]["port"] > 0
     assert config["store"]["url"] == f"file://{place.folder}/store"
+    line = "searcher-1 starts with threads 1 stdin ''"
+    assert place.log("searcher-1").startswith(line)
+    assert f"searcher-1  | {line}" in done.stdout
+    assert list((place.folder / "redis").rglob("*appendonly*"))
+    assert "Redis is now ready to exit, bye bye" in place.log("redis")
+    assert (place.path / "made" / "config.json").exists()
+    assert place.summary()["warm_start_s"] > 0
 
 
 def test_a_locale_that_is_not_utf_8_stops_no_run(place):
@@ -85,25 +91,6 @@ def test_a_locale_that_is_not_utf_8_stops_no_run(place):
     assert done.returncode == 0, done.stderr
     assert place.summary()["advice"] == advice
     assert r"advice:  Pr\xfcfe: \u2265 1." in done.stdout  # the console replaces
-
-
-def test_children_get_their_priority_threads_and_no_stdin(finished):
-    place, done = finished
-    line = "searcher-1 starts with threads 1 stdin ''"
-    assert place.log("searcher-1").startswith(line)
-    assert f"searcher-1  | {line}" in done.stdout
-
-
-def test_redis_ran_with_an_append_only_file_in_the_run_folder(finished):
-    place, _ = finished
-    assert list((place.folder / "redis").rglob("*appendonly*"))
-    assert "Redis is now ready to exit, bye bye" in place.log("redis")
-
-
-def test_a_warm_start_makes_the_model_and_its_time_is_reported_apart(finished):
-    place, _ = finished
-    assert (place.path / "made" / "config.json").exists()
-    assert place.summary()["warm_start_s"] > 0
 
 
 def test_a_finished_run_is_neither_overwritten_nor_resumed(finished):
@@ -332,6 +319,10 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
             "trainer.device 'quantum' cannot be used": ["trainer.device=quantum"],
             "searcher.device 'cuda:99' cannot be used": ["searcher.device=cuda:99"],
             "which no reward scores": ["data.path=nobody.jsonl"],
+            "no batch could ever be drawn": ["buffer.max_rollouts=3"],
+            "correct store.url": ["store.url=file:///proc/x"],
+            "Not a directory": ["local.runs_dir=recipe.toml"],
+            "store.url 'ftp://x' is not a store": ["store.url=ftp://x"],
         }
         words = {sentence: [word for each in sets for word in ("--set", each)] for sentence, sets in cases.items()}
         for sentence, given in {**words, "there is no run to resume": ["--resume"]}.items():
@@ -393,27 +384,22 @@ def test_sizing_needs_the_config_of_the_hub_alone(place, hub):
     assert (done.returncode, "without a network, fetch it first" in done.stderr) == (2, True), done.stderr
 
 
-def test_without_a_network_a_model_of_the_hub_is_one_sentence(place, hub):
-    missing = place.run("--set", "model.path=org/whole", **hub_environ(place, NOBODY))
-    [error] = [line for line in missing.stderr.splitlines() if line.startswith("error: ")]
-    assert (missing.returncode, "model org/whole could not be fetched" in error) == (2, True), missing.stderr
-    assert "without a network, run it where there is one and copy the folder" in error
-    assert not (place.path / "models" / "org" / "whole").exists()
-    assert not place.folder.exists()
+NOT_FETCHED = "model org/{} could not be fetched ({}"
+AWAY = "without a network, run it where there is one and copy the folder"
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "is_away", "sentence"),
     [
-        (["model.path=org/none"], "model org/none could not be fetched (RepositoryNotFoundError"),
-        (
-            ["model.path=org/whole", 'model.revision="v9"'],
-            "model org/whole could not be fetched (RevisionNotFoundError",
-        ),
-        (['model.revision="v9"'], "model.path 'model' is a folder, which has none"),
+        (["model.path=org/none"], False, NOT_FETCHED.format("none", "RepositoryNotFoundError")),
+        (["model.path=org/whole", 'model.revision="v9"'], False, NOT_FETCHED.format("whole", "RevisionNotFoundError")),
+        (["model.path=org/whole"], True, AWAY),
+        (['model.revision="v9"'], False, "model.path 'model' is a folder, which has none"),
     ],
 )
-def test_what_the_hub_has_not_is_said_before_anything_starts(place, hub, words, sentence):
-    done = place.run(*(word for text in words for word in ("--set", text)), **hub_environ(place, hub.url))
+def test_what_the_hub_has_not_is_said_before_anything_starts(place, hub, words, is_away, sentence):
+    environ = hub_environ(place, NOBODY if is_away else hub.url)
+    done = place.run(*(word for text in words for word in ("--set", text)), **environ)
     assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+    assert not (place.path / "models" / "org" / "whole").exists()
     assert not place.folder.exists()

@@ -11,8 +11,7 @@ from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
 from tba.errors import ConfigError
 from tba_cli.prompts.reader import prompts_of
-from tba_cli.setup.prepare import measure_model
-from tba_cli.setup.try_model import try_model
+from tba_cli.setup.prepare import measure_model, try_model
 from tests.support.tiny_reward_models import save_chat_model
 
 CODE = """

@@ -163,17 +163,6 @@ def test_what_cannot_be_fetched_says_what_to_do(tmp_path):
         get_items([item], Console("quiet"))
 
 
-def test_prompts_are_measured_by_the_tokenizer(tmp_path):
-    from tba_cli.starter_models.convert import check
-    from tests.support.tiny_reward_models import save_chat_model
-
-    save_chat_model(tmp_path / "m")
-    found = check(tmp_path / "m", ["4", "4 apples and 4 cats"])
-    assert found["architecture"] == "LlamaForCausalLM"
-    short, long = found["text_tokens"]
-    assert 0 < short < long
-
-
 def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
     from tba_cli.starter_models.convert import check
     from tests.support.tiny_reward_models import save_chat_model

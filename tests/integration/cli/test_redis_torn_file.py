@@ -177,9 +177,7 @@ def test_what_is_not_a_torn_end_is_refused_and_not_touched(torn: Torn, no_redis:
     assert torn.path.read_bytes() == damaged
 
 
-def test_nothing_is_cut_when_the_search_for_whole_transactions_fails(
-    torn: Torn, no_redis: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_cut_when_the_search_for_whole_transactions_fails(torn: Torn, no_redis: Path, monkeypatch) -> None:
     """Here grep fails as it does without memory, or when it is killed."""
     (no_redis.parent / "grep").write_text('#!/bin/sh\ncat > "$0.read"\nexit 2\n')
     (no_redis.parent / "grep").chmod(0o755)

@@ -49,12 +49,6 @@ def test_the_report_says_how_it_was_made(made: Path):
     assert not list(made.parent.glob(".*"))
 
 
-def test_a_task_without_a_warm_start_is_refused_with_the_recipe():
-    model = {"path": "m", "warm_start": {"task": "chess"}}
-    with pytest.raises(ConfigError, match=r"model\.warm_start\.task.*addition"):
-        parse_recipe({"run": {"name": "x"}, "model": model, "data": {"generator": "addition"}}, where="test")
-
-
 def test_a_recipe_without_the_section_is_one_sentence():
     document = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
     with pytest.raises(ConfigError, match=r"no \[model.warm_start\] section"):

@@ -123,9 +123,7 @@ def get(url: str, path: str, token: str | None, method: str = "GET") -> tuple[in
         return error.code, error.read()
 
 
-def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(
-    ended: RunFolder, environ: dict[str, str]
-) -> None:
+def test_the_page_of_a_run_that_is_over_is_served_read_only_until_a_signal(ended, environ):
     before = digests(ended)
     (port,) = choose_ports([PortRequest("port", "127.0.0.1", 0)])
     with viewing(environ, str(ended.path), "--port", str(port)) as (process, url):
@@ -173,24 +171,7 @@ def get_fails(url: str) -> bool:
     return False
 
 
-def test_a_port_that_is_taken_is_a_sentence(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    import socket
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert main(["view", str(ended.path), "--port", str(port), "--no-open"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, f"port {port} (buffer.port) is in use" in err) == ("", True)
-    assert list(Path(environ["TMPDIR"]).iterdir()) == []
-
-
-def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(ended, environ, capsys, tmp_path):
     before, run = digests(ended), str(ended.path)
     assert main(["rollouts", "list", run, "--json", "--contains", "ANSWER 3"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["rollouts"]
@@ -209,9 +190,7 @@ def test_rollouts_of_a_run_that_is_over_are_listed_shown_and_exported(
     assert digests(ended) == before
 
 
-def test_a_signal_while_the_files_are_copied_leaves_no_copy(
-    ended: RunFolder, environ: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_the_files_are_copied_leaves_no_copy(ended, environ, capsys, monkeypatch):
     def copy(_: Path, to: Path, **_words: bool) -> None:
         to.mkdir()
         signal.raise_signal(signal.SIGTERM)
@@ -244,9 +223,7 @@ def command_of(entry: Path) -> str:
         return ""
 
 
-def test_a_run_that_is_started_while_its_files_are_copied_is_left_alone(
-    ended: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_started_while_its_files_are_copied_is_left_alone(ended, tmp_path, monkeypatch):
     folder, num = RunFolder(tmp_path / "demo"), 0
     shutil.copytree(ended.redis_path, folder.redis_path)
     folder.recipe_path.touch()

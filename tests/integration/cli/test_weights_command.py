@@ -99,9 +99,7 @@ def test_a_damaged_manifest_hides_no_other_version(place: Published, capsys: pyt
     assert "1-8" in captured.err
 
 
-def test_nothing_is_deleted_unless_somebody_says_what_is_held(
-    place: Published, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_deleted_unless_somebody_says_what_is_held(place: Published, capsys) -> None:
     assert "nobody says which versions are held" in printed(capsys, "gc", place, code=2)
     place.store.put("runs/demo/weights/1-2/model.safetensors", b"half")
     before = place.store.list("")
@@ -121,9 +119,7 @@ def test_nothing_is_deleted_unless_somebody_says_what_is_held(
     assert not [key for key in place.store.list("runs/demo/weights/") if "/1-2/" in key or "/1-12/" in key]
 
 
-def test_a_run_whose_lock_is_held_is_not_over_whatever_is_said(
-    place: Published, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_lock_is_held_is_not_over_whatever_is_said(place: Published, capsys, tmp_path, monkeypatch) -> None:
     folder = RunFolder(tmp_path / "runs" / "demo")
     with folder.acquire(resume=False, fresh=True):
         folder.config_path.write_text(place.recipe_path.read_text())
@@ -154,12 +150,7 @@ def going(tmp_path: Path) -> Iterator[tuple[Published, Any, RunFolder]]:
         stack.stop()
 
 
-def test_the_buffer_says_what_is_held_while_a_run_is_in_progress_and_after_it(
-    going: tuple[Published, Any, RunFolder],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_the_buffer_says_what_is_held_while_a_run_is_in_progress_and_after_it(going, capsys, monkeypatch, tmp_path):
     place, stack, folder = going
     target = f"--url {stack.recipe.buffer_url}"
     rows = json.loads(printed(capsys, f"list --json {target}", place))["versions"]

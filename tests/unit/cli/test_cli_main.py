@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tba_searcher.engines.engine import EngineDiedError
 
-from tba.api import RescoreInfo
+from tba.api import RescoreInfo, RescoreRequest
 from tba.config import Recipe
 from tba.errors import ConfigError, ModelError
 from tba.service_main import service_main
@@ -83,9 +84,7 @@ def test_closed_standard_streams_lead_nowhere() -> None:
     assert (done.returncode, done.stderr) == (0, "0 False 0 1\n")
 
 
-def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_is_resumed_although_the_run_that_it_came_from_is_gone(tmp_path, monkeypatch) -> None:
     resumed: list[tuple[Recipe, dict[str, Any]]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tba_cli.commands.run.run_local", lambda recipe, **how: resumed.append((recipe, how)) or 0)
@@ -128,9 +127,7 @@ def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         assert "correct store.url" not in str(info.value)
 
 
-def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(recipe: Path, monkeypatch, capsys) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -217,13 +214,7 @@ SOURCE = "is not of the form RUN/NAME"
         (["buffer", "load", "demo/end", "--version", "newest", *URL], "'newest' is not of the form LINEAGE-STEP"),
     ],
 )
-def test_a_name_that_cannot_be_meant_is_one_sentence(
-    words: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_name_that_cannot_be_meant_is_one_sentence(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -247,13 +238,6 @@ def test_show_prints_what_the_recipe_and_the_flags_result_in(recipe, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["trainer"]["num_steps"] == 7
     assert document["run"] == {"name": "demo", "seed": 0, "snapshot": None, "fork_version": None}
-
-
-def test_schema_describes_every_section_with_help_texts(capsys):
-    assert main(["config", "schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema["additionalProperties"] is False
-    assert "every k optimizer steps" in schema["$defs"]["TrainerSection"]["properties"]["sync_interval"]["description"]
 
 
 # ---- The output of `tba rescore` ------------------------------------------------------------------------------------
@@ -305,13 +289,22 @@ def test_a_finished_job_compares_before_and_after() -> None:
     assert lines[-1] == "  reward versions: none"
 
 
+def test_the_flags_start_a_job_or_show_the_last_one(monkeypatch, capsys):
+    asked: list[RescoreRequest] = []
+    start = lambda request: asked.append(request) or JOB  # noqa: E731
+    client = SimpleNamespace(rescore=lambda: JOB, start_rescore=start, close=lambda: None)
+    monkeypatch.setattr("tba_cli.commands.rescore.open_client", lambda _: client)
+    assert main(["rescore", "--task", "t", "--only", "failed", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_changed"] == 7
+    assert main(["rescore", "--show"]) == 0
+    assert asked == [RescoreRequest(task="t", only="failed")]
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [(ModelError("not decoded"), 4), (ConfigError("GPU memory is held"), 2), (EngineDiedError("out of memory"), 2)],
 )
-def test_a_searcher_gives_up_for_good_only_for_what_stays_wrong(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
-) -> None:
+def test_a_searcher_gives_up_for_good_only_for_what_stays_wrong(recipe, monkeypatch, error, code):
     def fails(_: object) -> int:
         raise error
 

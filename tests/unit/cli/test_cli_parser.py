@@ -19,9 +19,7 @@ WITHOUT_JSON = {
 
 
 @pytest.mark.parametrize("command", [Command("", "", build_parser()), *COMMANDS], ids=lambda command: command.words)
-def test_a_help_says_what_the_command_does_and_ends_with_examples_that_the_parser_takes(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_help_says_what_the_command_does_and_ends_with_examples_that_the_parser_takes(command, capsys):
     words = command.words.split()
     with pytest.raises(SystemExit):
         main([*words, "--help"])
@@ -56,9 +54,7 @@ def test_the_options_of_tba_stand_before_a_command_or_behind_it(words: str) -> N
         ("view --run-dir r one", "argument RUN: not allowed with argument --run-dir"),
     ],
 )
-def test_an_option_that_a_command_has_no_use_for_is_refused(
-    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_a_command_has_no_use_for_is_refused(words: str, sentence: str, capsys) -> None:
     with pytest.raises(SystemExit):
         main(words.split())
     assert sentence in capsys.readouterr().err

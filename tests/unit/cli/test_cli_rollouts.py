@@ -17,7 +17,6 @@ import pytest
 from tba.api import EVICTED_KEY, RolloutDetail, RolloutInfo, RolloutPage, RunInfo, RunSummary
 from tba.clients import BufferClient
 from tba.errors import NotFoundError
-from tba_cli import browser
 from tba_cli.commands import rollouts, view
 from tba_cli.main import main
 from tests.support.history_values import RUN_INFO
@@ -173,9 +172,7 @@ def test_a_list_shows_the_gold_data_where_there_is_some(changes: dict[str, Any],
     assert lines[2:-1] == ([] if line is None else [line])
 
 
-def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(
-    run: FakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(run: FakeRun, capsys) -> None:
     text = "\x9b2J\x85\u2028\u202e"
     run.stored = [info_of(0, response_text=text)]
     run.details = {"0" * 32: RolloutDetail.model_validate({**DETAIL, "response_text": text})}
@@ -191,9 +188,7 @@ def test_a_part_of_an_id_is_refused_with_a_remedy(name: str, run: FakeRun, capsy
     assert f"'{name}' is no rollout id: give all 32 hexadecimal digits" in capsys.readouterr().err
 
 
-def test_an_export_replaces_a_file_only_with_force(
-    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_replaces_a_file_only_with_force(run: FakeRun, tmp_path, capsys) -> None:
     out = tmp_path / "r.parquet"
     out.write_text("mine")
     assert main(["rollouts", "export", "--out", str(out)]) == 2
@@ -207,9 +202,7 @@ def test_an_export_replaces_a_file_only_with_force(
     assert json.loads(capsys.readouterr().out) == document
 
 
-def test_an_export_names_its_format_and_missing_folders(
-    run: FakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_names_its_format_and_missing_folders(run: FakeRun, tmp_path, capsys) -> None:
     assert main(["rollouts", "export", "--out", "r.jsonl"]) == 2
     assert "--out r.jsonl must end with .parquet" in capsys.readouterr().err
     assert main(["rollouts", "export", "--out", str(tmp_path / "no" / "r.parquet")]) == 2
@@ -236,16 +229,14 @@ def opened(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     monkeypatch.setattr(view, "ended_run", lambda _: None)
     monkeypatch.setattr(view, "open_target", lambda args: (run, f"http://127.0.0.1:1/#token={args.run}"))
     monkeypatch.setattr(view, "endpoints_of", lambda folder: ("", f"{folder.path.name}.json", None))
-    monkeypatch.setattr(browser.webbrowser, "open", open_page)
+    monkeypatch.setattr(view.webbrowser, "open", open_page)
     monkeypatch.setattr(view.time, "sleep", lambda _: None)
     monkeypatch.setenv("DISPLAY", ":0")
     yield found
     assert [path for path in files if path.parent.exists()] == [], "nothing is left behind"
 
 
-def test_the_page_of_a_run_in_progress_is_printed_and_opened(
-    opened: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_a_run_in_progress_is_printed_and_opened(opened: list[str], capsys) -> None:
     url = "http://127.0.0.1:1/#token=a"
     assert main(["view", "a"]) == 0
     out, err = capsys.readouterr()
@@ -256,18 +247,14 @@ def test_the_page_of_a_run_in_progress_is_printed_and_opened(
     assert (json.loads(capsys.readouterr().out), opened) == ({"url": url}, [url])
 
 
-def test_without_a_display_no_text_browser_takes_the_terminal(
-    opened: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_display_no_text_browser_takes_the_terminal(opened: list[str], monkeypatch, capsys) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     assert main(["view", "a"]) == 0
     assert (capsys.readouterr().out, opened) == ("http://127.0.0.1:1/\n", [])
 
 
-def test_a_page_that_cannot_be_asked_is_a_sentence(
-    opened: list[str], run: FakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_asked_is_a_sentence(opened: list[str], run: FakeRun, capsys) -> None:
     def refuse() -> None:
         raise NotFoundError("no such run here")
 

@@ -47,34 +47,12 @@ def test_work_without_its_recipe_is_deleted_by_fresh_alone(begun: RunFolder, kep
         pass
 
 
-def test_a_new_folder_is_made(tmp_path):
-    folder = RunFolder(tmp_path / "a" / "b")
-    with folder.acquire(resume=False, fresh=False):
-        assert folder.marker_path.read_text() == f"{os.getpid()}\n"
-
-
 def test_a_folder_with_a_run_needs_resume_or_fresh(begun):
     with pytest.raises(ConfigError, match=r"--resume.*--fresh.*--run-name"), begun.acquire(resume=False, fresh=False):
         pass
     for flags in ({"resume": True, "fresh": False}, {"resume": False, "fresh": True}):
         with begun.acquire(**flags):
             pass
-
-
-def test_a_start_that_failed_before_training_needs_no_flag(tmp_path):
-    folder = RunFolder(tmp_path / "demo")
-    for _ in range(2):
-        with folder.acquire(resume=False, fresh=False):
-            folder.write_json(folder.config_path, {})
-
-
-def test_there_is_nothing_to_resume_in_a_new_folder(tmp_path):
-    with (
-        pytest.raises(ConfigError, match="no run to resume"),
-        RunFolder(tmp_path / "new").acquire(resume=True, fresh=False),
-    ):
-        pass
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -104,13 +82,6 @@ def test_clear_deletes_all_but_the_lock_and_follows_no_link(begun, tmp_path):
         begun.clear()
         assert os.listdir(begun.path) == [".tba-run"]
     assert (outside / "kept").exists()
-
-
-def test_json_files_are_replaced_whole(begun):
-    begun.write_json(begun.summary_path, {"steps": 1})
-    begun.write_json(begun.summary_path, {"steps": 2})
-    assert json.loads(begun.summary_path.read_text()) == {"steps": 2}
-    assert not list(begun.path.glob("*.part"))
 
 
 def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp_path: Path) -> None:
@@ -186,18 +157,10 @@ def test_a_run_without_a_service_is_a_clear_error(two_runs, words, says):
         url_of(*words)
 
 
-def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no run is in progress under runs/"):
-        url_of()
-
-
 @pytest.mark.parametrize(
     "command", [["status"], ["ledger", "check"], ["rollouts", "list"], ["view"], ["buffer", "accept-loss"]]
 )
-def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(
-    two_runs: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(two_runs, command, capsys):
     for number, name in enumerate(["older", "newer"]):
         marker = two_runs / "runs" / name / ".tba-run"
         marker.touch()
@@ -238,9 +201,7 @@ def test_the_socket_of_redis_has_a_path_that_the_system_takes(tmp_path: Path) ->
     assert not place.exists()
 
 
-def test_redis_listens_in_the_temporary_folder_where_a_disk_takes_no_sockets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_redis_listens_in_the_temporary_folder_where_a_disk_takes_no_sockets(tmp_path, monkeypatch) -> None:
     class NoSocket(socket.socket):
         def bind(self, address: Any, /) -> None:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))  # exFAT

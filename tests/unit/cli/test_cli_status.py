@@ -1,4 +1,4 @@
-"""The output of `tba status`, once and while it follows."""
+"""The output of `tba status`, once and while it follows, and of `tba set`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from tba.api import RunInfo, RunSummary, SettingsInfo, Stats, WaitInfo
 from tba.clients import BufferClient
 from tba.config.trainer import REMEDIES
 from tba_cli.commands import status
+from tba_cli.commands.control import settings_lines
 from tba_cli.commands.status import follow, status_command, status_lines
+from tba_cli.main import main
 from tests.support.history_values import RUN_INFO, evaluation, stats
-
-# ---- The output of `tba status` -------------------------------------------------------------------------------------
-
 
 INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
 
@@ -128,9 +127,7 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
     assert "  rollouts refused by the trainer: malformed 1, vocabulary 5" in lines
 
 
-def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(monkeypatch, capsys) -> None:
     note = "no trainer: trainer-1 was last heard from 312 s ago, step 3; look at the trainer's log"
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
     client = SimpleNamespace(
@@ -163,8 +160,6 @@ DONE = {"state": "done"}
 
 
 class Service:
-    """A buffer whose answers come one after the other."""
-
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = [RunInfo.model_validate({**RUN_INFO, **answer}) for answer in answers]
 
@@ -200,24 +195,75 @@ def test_ages_gauges_and_lengths_of_waits_make_no_line(told: Callable[..., list[
         ({"step": 4}, "run 'demo': running, step 4, lineage 1"),
         ({"note": "no trainer: none has come"}, "no trainer: none has come"),
         ({"waits": [WAIT]}, "s-1 waits for 'no-version': 2 s so far, at most 8 s more"),
-        ({"components": [{**SEARCHER, "state": "draining"}]}, "s-1: draining, version 1-2"),
         ({"components": [{**SEARCHER, "version": None}]}, "s-1: training, version none"),
-        ({"components": [{**SEARCHER, "alive": False}]}, "s-1: training, version 1-2  SILENT for 0 s"),
-        ({"components": [{**SEARCHER, "note": "why"}]}, "s-1: training, version 1-2 (why)"),
         ({"waits": [{**WAIT, "for_s": 0.4}]}, None),
     ],
 )
-def test_changes_are_told_in_a_line_each(
-    told: Callable[..., list[str]], after: dict[str, Any], line: str | None
-) -> None:
+def test_changes_are_told_in_a_line_each(told, after, line):
     assert told({}, after) == ([] if line is None else [line])
 
 
-def test_json_has_the_run_at_every_change_and_a_run_that_failed_is_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_run_at_every_change_and_a_run_that_failed_is_one(monkeypatch, capsys) -> None:
     monkeypatch.setattr(status, "FOLLOW_S", 0.0)
     service = Service({}, {}, {"step": 4}, {"step": 4, "state": "failed"})
     assert follow(cast(BufferClient, service), as_json=True) == 1
     runs = [RunInfo.model_validate_json(line) for line in capsys.readouterr().out.splitlines()]
     assert [(run.step, run.state) for run in runs] == [(3, "running"), (4, "running"), (4, "failed")]
+
+
+def audit(revision: int, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "revision": revision,
+        "at_s": 1.0,
+        "role": "operator",
+        "reason": None,
+        "lineage": 1,
+        "step": 4,
+        "changes": {name: {"old": old, "new": new} for name, (old, new) in changes.items()},
+        **more,
+    }
+
+
+def info(*changes: dict[str, Any], next: int | None = None) -> SettingsInfo:
+    recipe = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
+    document = {"revision": 2, "settings": {"beta": 0.2}, "recipe": {**recipe, "eval_every_steps": 50}, "next": next}
+    now = {**recipe, "beta": 0.2, "eval_every_steps": 50}
+    return SettingsInfo.model_validate({**document, "now": now, "changes": list(changes)})
+
+
+FIRST = audit(1, {"beta": (None, 0.2)}, reason="<diverges>")
+SECOND = audit(2, {"learning_rate": (2e-5, None), "eval_every_steps": (None, 7)}, role="trainer")
+
+
+def test_a_change_names_who_when_and_what() -> None:
+    assert [change.line() for change in info(FIRST, SECOND).changes] == [
+        "revision 1, by the operator after step 4: beta recipe -> 0.2 (<diverges>)",
+        "revision 2, by the trainer after step 4: learning_rate 2e-05 -> recipe, eval_every_steps recipe -> 7",
+    ]
+
+
+def test_what_holds_is_shown_beside_what_the_recipe_says() -> None:
+    lines = settings_lines(info(FIRST))
+    assert lines[:2] == ["learning_rate: recipe, now 0.0001", "beta: 0.2 (recipe: 0.05), now 0.2"]
+    assert lines[5].startswith("revision 1")
+
+
+def test_all_pages_of_the_changes_are_read() -> None:
+    class Client:
+        def settings(self, *, after: int = 0) -> SettingsInfo:
+            return info(FIRST, next=1) if after == 0 else info(SECOND)
+
+    whole = BufferClient.all_settings(Client())  # pyright: ignore[reportArgumentType]
+    assert [change.revision for change in whole.changes] == [1, 2]
+
+
+@pytest.mark.parametrize("words", [["a", "b", "beta=1"], ["a", "beta=1", "--url", "http://127.0.0.1:1"]])
+def test_a_word_that_is_no_setting_is_the_one_name_of_the_run(words: list[str], capsys: pytest.CaptureFixture) -> None:
+
+    assert main(["set", *words]) == 2
+    assert "is neither KEY=VALUE nor the only name of a run" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_given_twice_is_refused_before_anybody_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["set", "beta=0.1", "beta = 0.2", "--url", "http://127.0.0.1:1"]) == 2
+    assert "'beta' is given twice, the second time as 'beta = 0.2'" in capsys.readouterr().err

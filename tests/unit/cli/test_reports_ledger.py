@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 
-from tba.api import LedgerEntry, LedgerLine, OriginInfo, ResumeEntry
+from tba.api import LedgerEntry, LedgerLine, LedgerReply, OriginInfo, ResumeEntry, RunInfo
+from tba_cli.commands import report
+from tba_cli.main import main
 from tba_cli.reports.ledger import LedgerCheck, active_entries, ledger_violations, lineage_tree
+from tests.support.history_values import RUN_INFO
 
 PARENTS = {1: "0-0", 2: "1-2"}
 TREE = lineage_tree(PARENTS)
@@ -156,3 +160,22 @@ def test_a_skipped_step_is_one_that_happened_and_one_that_used_nothing_must_be_s
     for line in (start(1), entry(1, 1).model_copy(update=unused)):
         wrong.take(line)
     assert wrong.violations() == ["entry 1-1 (batch b-1-1-False) was made with none of its 1 rollouts but not skipped"]
+
+
+def test_the_command_reads_every_page_and_fails_on_a_violation(monkeypatch, capsys):
+    lines = [start(1), *(entry(1, step) for step in range(1, 1201))]
+    client = SimpleNamespace(
+        run=lambda: RunInfo.model_validate({**RUN_INFO, "step": 1200, "parents": {1: "0-0"}}),
+        ledger=lambda after, limit: LedgerReply(
+            entries=lines[after : after + limit], next=after + limit if after + limit < len(lines) else None
+        ),
+    )
+    monkeypatch.setattr(report, "with_run", lambda _, use: use(client))
+    assert main(["ledger", "check"]) == 0
+    assert capsys.readouterr().out == (
+        "ledger of 'demo': every step of the active lineage exactly once "
+        "(1200 steps, 1200 batches, 0 of them abandoned, 0 skipped, trainer starts: 1, active lineage 1)\n"
+    )
+    del lines[700]
+    assert main(["ledger", "check"]) == 1
+    assert "step 700 is missing" in capsys.readouterr().out

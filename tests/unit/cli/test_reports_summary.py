@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.api import FailedReason, Stats
+from tba.api import Stats
 from tba_cli.main import main
 from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.history import load_history
@@ -101,12 +101,6 @@ def test_the_summary_is_computed_from_the_saved_history(tmp_path):
     assert "0.300 -> 0.700 on 512 held-out prompts" in result_lines(summary, folder)[0]
 
 
-def test_an_empty_run_has_a_summary_too(tmp_path):
-    empty = stats().model_copy(update={"policy_age_histogram": {}})
-    write_outputs(RunFolder(tmp_path), history(ledger=[], step=0, evals=[], stats=empty))
-    assert (tmp_path / "summary.json").exists()
-
-
 def test_the_table_has_a_row_per_run_and_a_dash_for_the_unknown(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -168,13 +162,6 @@ def test_the_last_lines_say_what_there_is(changes, line):
     assert line in result_lines(summarise(history(**changes)), RunFolder(Path("/r")))
     plain = result_lines(summarise(history(state_reason="trained to version 1-10")), RunFolder(Path("/r")))
     assert not any(each.startswith(line.partition(":")[0]) for each in plain)
-
-
-def test_failed_scores_are_in_the_summary(tmp_path):
-    reasons = [FailedReason(reason="bad_data", num=63, example="bad_data: no column 'gold'")]
-    counts = stats().model_copy(update={"num_failed": 63, "failed_reasons": reasons})
-    summary = write_outputs(RunFolder(tmp_path), history(stats=counts))
-    assert (summary["rollouts_failed"], summary["failed_reasons"]) == (63, [reasons[0].model_dump()])
 
 
 def test_a_run_without_searchers_says_that_nothing_was_evaluated():

@@ -43,14 +43,6 @@ def test_clients_reach_a_service_that_listens_everywhere(tmp_path):
     assert config.buffer_url == f"http://127.0.0.1:{config.buffer.port}"
 
 
-def test_paths_no_longer_depend_on_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = with_absolute_paths(make())
-    assert recipe.model.path == str(tmp_path / "models" / "m")
-    assert recipe.data.path == str(tmp_path / "p.jsonl")
-    assert recipe.auth.tokens_file is None
-
-
 def test_every_seed_has_its_own_starting_model():
     warm = {"path": "/m/quick-{seed}", "warm_start": {"task": "addition"}}
     assert with_absolute_paths(make(run={"name": "r", "seed": 7}, model=warm)).model.path == "/m/quick-7"

@@ -166,9 +166,7 @@ def test_nothing_is_looked_for_when_the_recipe_names_nothing(place: Place) -> No
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
-    place: Place, sections: dict[str, dict[str, Any]], message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(place, sections, message):
     with pytest.raises(ConfigError, match=message):
         find_origin(make_recipe(**sections), place.new, runs_dir=place.runs_dir)
 
@@ -200,9 +198,7 @@ def test_a_fork_of_a_run_that_was_killed_saves_from_its_files(place: Place, save
         (["--run-name", "new", "--set", "trainer.num_steps=10", "--resume"], "there is no run to resume"),
     ],
 )
-def test_a_fork_that_cannot_begin_saves_nothing(
-    place: Place, saved: list[tuple[str, str]], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_that_cannot_begin_saves_nothing(place, saved, words, message, capsys):
     with RunFolder(place.runs_dir / "begun").acquire(resume=False, fresh=False):
         (place.runs_dir / "begun" / "recipe.json").write_text("{}")
     assert main(["run", "--fork", "old@1-4", *words]) == 2

@@ -120,9 +120,7 @@ def test_what_is_missing_is_said_before_anything_is_fetched(recipe: Recipe, monk
         ({"config.json": "{}"}, r"not exactly one output \(num_labels\)"),
     ],
 )
-def test_a_model_that_tba_cannot_use_gets_no_place(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
+def test_a_model_that_tba_cannot_use_gets_no_place(recipe, monkeypatch, changes, message):
     use(monkeypatch, **changes)
     with pytest.raises(ConfigError, match=message):
         trl_training.train(recipe.prepare[2], Console("quiet"))
@@ -143,17 +141,3 @@ def test_a_scorer_reads_the_score_where_trl_trained_it(recipe: Recipe, monkeypat
     (Path("judge") / "config.json").write_text(json.dumps({"pad_token_id": 1, "eos_token_id": 1}))
     with pytest.raises(ConfigError, match=r"tasks\.t: judge has learned .* before the end .* append_eos = false"):
         trl_training.check_scorers(recipe)
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ({"kind": "dataset", "trl_sft": "a.yaml"}, "TRL makes models; set kind to 'model'"),
-        ({"kind": "model", "trl_sft": "a.yaml", "trl_reward": "b.yaml"}, "give exactly one of hub, .* and trl_reward"),
-    ],
-)
-def test_an_item_that_says_too_much_is_refused(tmp_path: Path, item: dict[str, str], message: str) -> None:
-    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
-    (tmp_path / "r.json").write_text(json.dumps({**document, "prepare": [{"path": "p", **item}]}))
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(tmp_path / "r.json", environ={})

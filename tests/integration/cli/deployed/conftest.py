@@ -18,7 +18,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture(scope="session")
 def ready(deployment: Deployment) -> Deployment:
-    """The same after `tba setup`."""
     from tba_cli.main import main
 
     recipe = deployment.write("ready")

@@ -28,7 +28,6 @@ from tests.support.s3_server import READ_ONLY, FaultyProxy
 
 
 def look(recipe: Recipe, *names: str, service: str | None = None) -> list[CheckResult]:
-    """Run some checks."""
     return run_checks(target_of(recipe, service=service), checks=[(name, CHECKS[name]) for name in names])
 
 

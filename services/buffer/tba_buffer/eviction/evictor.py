@@ -6,8 +6,6 @@ Evictor          plans with an index that is level with the log, and deletes in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +14,6 @@ from tba.versions import PolicyVersion
 from tba_buffer.eviction.near_duplicates import NO_POSITIONS, NearDuplicateSearch
 from tba_buffer.eviction.policies import EvictionPlanner
 from tba_buffer.index.log_follower import IndexView
-from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context, needed
@@ -76,7 +73,12 @@ class Evictor:
 
     async def _enforce(self) -> None:
         before = self._added  # all of it is in the index once that is level; later pushes may be in it or not
-        now = await self._now()
+        now = None
+        if self._settings.max_policy_age_steps is not None:
+            fields = await self._run_state.read_fields()
+            if fields.lineage and not self._lineages.knows(fields.lineage):
+                await self._lineages.load()
+            now = PolicyVersion(fields.lineage, fields.step)
         compared = await self._view.catch_up()
         near = NO_POSITIONS if self._near_duplicates is None else await self._near_duplicates.find(compared)
         index = await self._view.catch_up()
@@ -100,36 +102,21 @@ class Evictor:
                         }
                     )
             # nothing may be awaited between the plan and here: rows get other numbers when the index moves on
-            self._kept = stored - sum(_amount(index, rows) for _, rows in plan)
+            sizes = [index.column("num_bytes", rows) for _, rows in plan]
+            self._kept = stored - sum(np.array([len(each), each.sum(dtype=np.int64)]) for each in sizes)
             self._added = self._added - before
+            if calls and self._last_number is None:
+                counters = self._context.keys.counters
+                with redis_errors("read the number of the last eviction"):
+                    raw = await self._context.redis.hget(counters, "evicted_number")
+                self._last_number = needed(counters, "evicted_number", lambda: int(raw or 0))
             for arguments in calls:
-                await self._evict(arguments)
+                # numbered: a repeated call of the script is known by its number, and counts nothing twice
+                self._last_number = (self._last_number or 0) + 1
+                await self._context.scripts.run("evict", number=self._last_number, **arguments)
         except BaseException:
             # the planner counts its plan as done, and some of it may not have been: plan everything again
             self._planner, self._kept = EvictionPlanner(self._settings), stored
             if self._near_duplicates is not None:
                 self._near_duplicates.forget_comparisons()
             raise
-
-    async def _now(self) -> PolicyVersion | None:
-        """Return where the trainer stands; None when no age limit asks for it."""
-        if self._settings.max_policy_age_steps is None:
-            return None
-        fields = await self._run_state.read_fields()
-        if fields.lineage and not self._lineages.knows(fields.lineage):
-            await self._lineages.load()
-        return PolicyVersion(fields.lineage, fields.step)
-
-    async def _evict(self, arguments: Mapping[str, str | bytes]) -> None:
-        context, keys = self._context, self._context.keys
-        if self._last_number is None:
-            with redis_errors("read the number of the last eviction"):
-                raw = await context.redis.hget(keys.counters, "evicted_number")
-            self._last_number = needed(keys.counters, "evicted_number", lambda: int(raw or 0))
-        # numbered: a repeated call of the script is known by its number, and counts nothing twice
-        self._last_number += 1
-        await context.scripts.run("evict", number=self._last_number, **arguments)
-
-
-def _amount(index: Index, rows: Rows) -> Amount:
-    return np.array([len(rows), index.column("num_bytes", rows).sum(dtype=np.int64)])

@@ -77,7 +77,17 @@ class NearDuplicateSearch:
         # evicted rollouts must not stay in memory
         for position in self._codes.keys() - stored:
             del self._codes[position]
-        await self._read_tokens(positions, index.rollout_ids(rows))
+        ids = zip(positions, index.rollout_ids(rows), strict=True)
+        unknown = [(position, rollout_id) for position, rollout_id in ids if position not in self._codes]
+        for first in range(0, len(unknown), IDS_PER_READ):
+            part = unknown[first : first + IDS_PER_READ]
+            with redis_errors("read the tokens of rollouts to compare"):
+                payloads = await self._context.redis.hmget(self._context.keys.payloads, [id_ for _, id_ in part])
+            for (position, _), payload in zip(part, payloads, strict=True):
+                try:
+                    self._codes[position] = to_codes(decode_rollout(payload or b"").response_tokens)
+                except WireError:  # it is gone or damaged; no codes are near to nothing
+                    self._codes[position] = ""
         live = [
             Candidate(position, prompt, reward, self._codes[position])
             for position, prompt, reward in zip(positions, prompts, rewards, strict=True)
@@ -86,24 +96,6 @@ class NearDuplicateSearch:
         gone = await asyncio.to_thread(find_losers, live, self._compared, self._share)
         self._compared = stored.difference(gone)
         return np.array(sorted(gone), dtype=np.int64)
-
-    async def _read_tokens(self, positions: Sequence[int], ids: Sequence[bytes]) -> None:
-        """Read the tokens of those of these rollouts that are not known."""
-        unknown = [(position, id_) for position, id_ in zip(positions, ids, strict=True) if position not in self._codes]
-        for first in range(0, len(unknown), IDS_PER_READ):
-            part = unknown[first : first + IDS_PER_READ]
-            with redis_errors("read the tokens of rollouts to compare"):
-                payloads = await self._context.redis.hmget(self._context.keys.payloads, [id_ for _, id_ in part])
-            for (position, _), payload in zip(part, payloads, strict=True):
-                self._codes[position] = _codes_of_payload(payload)
-
-
-def _codes_of_payload(payload: bytes | None) -> str:
-    """Return the codes of a stored rollout; "", which is near to nothing, where it is gone or cannot be read."""
-    try:
-        return "" if payload is None else to_codes(decode_rollout(payload).response_tokens)
-    except WireError:
-        return ""
 
 
 def to_codes(tokens: NDArray[np.int32]) -> str:

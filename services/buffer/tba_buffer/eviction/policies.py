@@ -71,7 +71,11 @@ class EvictionPlanner:
         if index is not self._index:  # a rebuilt index gives positions to other rollouts: nothing seen holds any more
             self._index = index
             self._forget()
-        new, plan, cap = self._new_rows(index), _Plan(index), self._settings.max_rollouts_per_prompt
+        plan, cap, new = _Plan(index), self._settings.max_rollouts_per_prompt, NO_ROWS
+        if self.needs_new_rows:
+            rows = index.live_rows(newest=min(index.num_live, index.position - self._seen_position))
+            new = rows[index.column("position", rows) > self._seen_position]
+            self._seen_position = index.position
         if self._duplicates is not None:
             plan.drop("duplicate_tokens", self._duplicates.replaced(index, new))
         plan.drop("near_duplicate", near_duplicates)
@@ -79,20 +83,13 @@ class EvictionPlanner:
             plan.drop("policy_age", self._ages.too_old(index, new, tree, now))
         if cap is not None:
             plan.drop("prompt_cap", _over_prompt_cap(plan, new, cap))
-        plan.drop("max_rollouts", _over_max_rollouts(plan, self._settings.max_rollouts))
+        max_rollouts = self._settings.max_rollouts
+        if (too_many := plan.num_left - max_rollouts) > 0:
+            plan.drop("max_rollouts", plan.oldest_left(too_many + _slack(plan.num_left, max_rollouts)))
         plan.drop("max_bytes", _over_max_bytes(plan, self._settings.max_bytes))
         if self._duplicates is not None:
             self._duplicates.remove(index, plan.dropped)
         return plan.chosen
-
-    def _new_rows(self, index: Index) -> Rows:
-        """Return the live rows that no plan has seen, ascending; none where no limit asks for them."""
-        if not self.needs_new_rows:
-            return NO_ROWS
-        rows = index.live_rows(newest=min(index.num_live, index.position - self._seen_position))
-        new = rows[index.column("position", rows) > self._seen_position]
-        self._seen_position = index.position
-        return new
 
 
 class _Plan:
@@ -143,12 +140,6 @@ def _over_prompt_cap(plan: _Plan, new: Rows, cap: int) -> Rows:
             if len(rows) > cap:
                 over.append(rows[: len(rows) - cap + _slack(len(rows), cap)])
     return np.sort(np.concatenate(over)) if over else NO_ROWS
-
-
-def _over_max_rollouts(plan: _Plan, cap: int) -> Rows:
-    """Return the oldest rows above the cap in items."""
-    too_many = plan.num_left - cap
-    return NO_ROWS if too_many <= 0 else plan.oldest_left(too_many + _slack(plan.num_left, cap))
 
 
 def _over_max_bytes(plan: _Plan, cap: int) -> Rows:

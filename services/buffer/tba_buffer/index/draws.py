@@ -79,7 +79,17 @@ class DrawHistory:
         """Follow one event."""
         match event:
             case Drawn():
-                self._take(event)
+                for pool, slots in _by_pool(event):
+                    prompts, floor = slots["prompt"].astype(np.int64), int(slots["floor"].max())
+                    self.grow(int(prompts.max()) + 1)
+                    np.maximum.at(self.turns[pool], prompts, slots["turn"].astype(np.int64))
+                    rose = floor > self.floors[pool]
+                    self.floors[pool] = max(floor, self.floors[pool])
+                    self._on_turns(pool, None if rose else np.unique(prompts))
+                self._change_uses(event.positions, 1)
+                self._draws[event.batch_id] = event
+                if len(self._draws) > MAX_DRAWS:
+                    del self._draws[next(iter(self._draws))]
             case Voided():
                 for batch_id in event.batch_ids:
                     self._give_back(batch_id)
@@ -88,19 +98,6 @@ class DrawHistory:
                 for batch_id, drawn in list(self._draws.items()):
                     if drawn.version.step > last_step.get(drawn.version.lineage, -1):
                         self._give_back(batch_id)
-
-    def _take(self, drawn: Drawn) -> None:
-        for pool, slots in _by_pool(drawn):
-            prompts, floor = slots["prompt"].astype(np.int64), int(slots["floor"].max())
-            self.grow(int(prompts.max()) + 1)
-            np.maximum.at(self.turns[pool], prompts, slots["turn"].astype(np.int64))
-            rose = floor > self.floors[pool]
-            self.floors[pool] = max(floor, self.floors[pool])
-            self._on_turns(pool, None if rose else np.unique(prompts))
-        self._change_uses(drawn.positions, 1)
-        self._draws[drawn.batch_id] = drawn
-        if len(self._draws) > MAX_DRAWS:
-            del self._draws[next(iter(self._draws))]
 
     def _give_back(self, batch_id: str) -> None:
         drawn = self._draws.pop(batch_id, None)

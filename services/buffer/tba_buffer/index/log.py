@@ -199,29 +199,25 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
         LogGapError: no script of the buffer wrote this entry.
     """
     try:
-        return _parse(entry_id, fields)
+        position = int(entry_id.split(b"-")[0])
+        # one letter names the kind of an entry: records, evicted, scored, drawn, void, lineage, mark (a publication)
+        if (records := fields.get(b"r")) is not None:
+            parsed = np.frombuffer(records, dtype=RECORD_DTYPE)
+            # the id of the entry is the position of its last record
+            return RolloutsAdded(position - len(parsed) + 1, parsed)
+        if (gone := fields.get(b"e")) is not None:
+            return Evicted(position, np.frombuffer(gone, dtype="<u8"), fields[b"w"].decode())
+        if (changes := fields.get(b"s")) is not None:
+            return Rescored(position, np.frombuffer(changes, dtype=CHANGE_DTYPE))
+        if (drawn := fields.get(b"d")) is not None:
+            return Drawn.unpack(position, drawn)
+        if (void := fields.get(b"v")) is not None:
+            return Voided(position, tuple(void.decode().split()))
+        if (history := fields.get(b"l")) is not None:
+            return Resumed(position, tuple(map(PolicyVersion.parse, history.decode().split())))
+        return Publication(position, PolicyVersion(*map(int, fields[b"m"].split())))
     except (KeyError, TypeError, ValueError, MalformedError) as error:
         raise LogGapError(f"entry {entry_id.decode()} is not an entry of the log") from error
-
-
-def _parse(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
-    position = int(entry_id.split(b"-")[0])
-    # one letter names the kind of an entry, and the scripts write it: records, evicted, scored, mark (a publication)
-    if (records := fields.get(b"r")) is not None:
-        parsed = np.frombuffer(records, dtype=RECORD_DTYPE)
-        # the id of the entry is the position of its last record
-        return RolloutsAdded(position - len(parsed) + 1, parsed)
-    if (gone := fields.get(b"e")) is not None:
-        return Evicted(position, np.frombuffer(gone, dtype="<u8"), fields[b"w"].decode())
-    if (changes := fields.get(b"s")) is not None:
-        return Rescored(position, np.frombuffer(changes, dtype=CHANGE_DTYPE))
-    if (drawn := fields.get(b"d")) is not None:
-        return Drawn.unpack(position, drawn)
-    if (void := fields.get(b"v")) is not None:
-        return Voided(position, tuple(void.decode().split()))
-    if (history := fields.get(b"l")) is not None:
-        return Resumed(position, tuple(map(PolicyVersion.parse, history.decode().split())))
-    return Publication(position, PolicyVersion(*map(int, fields[b"m"].split())))
 
 
 def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Event]:
@@ -243,9 +239,8 @@ def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[E
 
     for entry_id, fields in entries:
         records = fields.get(b"r")
-        if (
-            records is None or len(records) % RECORD_DTYPE.itemsize
-        ):  # no push, or a damaged one, which parse_entry refuses
+        # no push, or a damaged one, which parse_entry refuses
+        if records is None or len(records) % RECORD_DTYPE.itemsize:
             join()
             events.append(parse_entry(entry_id, fields))
             continue

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tba.concurrency import SingleFlight
 from tba.errors import MalformedError, SupersededError, UnavailableError
@@ -113,13 +112,28 @@ class IndexView:
             if not self.index.position:
                 return None
             try:
-                if await self._is_as_read():
+                again = await self._build()
+                # a write that was on its way to Redis before may still arrive, in the middle of the comparison
+                for _ in range(NUM_BUILDS):
+                    await self._read_newer(self._replayed)
+                    await self._read_newer(again)
+                    if again.index.position == self.index.position:
+                        break
+                else:
+                    raise UnavailableError("the log grows while it is compared; try again")
+                one, other = again.index.checkpoint(), self.index.checkpoint()
+                records = one.records.tobytes() == other.records.tobytes()
+                if records and (one.publications, one.draws) == (other.publications, other.draws):
                     return None
-                self._refuse_other_log("")
+                detail = ""
             except LogGapError as error:
-                self._refuse_other_log(f" ({error})")
+                detail = f" ({error})"
             except IncompleteLogError:
-                pass  # `_refusal` has set `problem`
+                return self.problem  # `_refusal` has set it
+            self._refusal(
+                f"the log of run {self._context.run!r} in Redis is not the one that was acknowledged{detail}",
+                ", or continue with it as it is (`tba buffer accept-loss`)",
+            )
             return self.problem
 
     async def reread(self) -> None:
@@ -147,7 +161,14 @@ class IndexView:
         replayed = await self._build()
         if not is_first and self.on_rebuilt is not None:
             await self.on_rebuilt()
-        await self._check_prompts(replayed.index)
+        # prompts are uploaded before their rollouts, so a log that names more of them belongs to other prompts
+        with redis_errors("count the prompts"):
+            num_prompts = await self._context.redis.llen(self._context.keys.prompt_order)
+        if (num_named := len(replayed.index.counts)) > num_prompts:
+            raise self._refusal(
+                f"Redis has lost prompts of run {self._context.run!r}: its log has rollouts of prompt number "
+                f"{num_named - 1}, but it has {num_prompts} prompts, numbered from 0"
+            )
         self._replayed, self.problem = replayed, None
 
     async def _build(self) -> _Replayed:
@@ -155,7 +176,11 @@ class IndexView:
         problem = ""
         # another checkpoint may replace this one while it is read: then all begins again
         for _ in range(NUM_BUILDS):
-            index, head, end = Index(self._settings), await read_head(self._context), await self._log_end()
+            index, head = Index(self._settings), await read_head(self._context)
+            with redis_errors("read the log position"):
+                raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
+            # a damaged number counts as none here: the durability check refuses the run for it (losses.py)
+            end = read_count(raw) or 0
             if head.generation:
                 checkpoint = await read_checkpoint(self._context, head)
                 if checkpoint is None:
@@ -205,41 +230,6 @@ class IndexView:
                 replayed.last = entries[-1]
             if num_read < ENTRIES_PER_READ:
                 return
-
-    async def _is_as_read(self) -> bool:
-        """Return whether checkpoint and events still make the index that there is."""
-        again = await self._build()
-        # a write that was on its way to Redis before may still arrive, in the middle of the comparison
-        for _ in range(NUM_BUILDS):
-            await self._read_newer(self._replayed)
-            await self._read_newer(again)
-            if again.index.position == self.index.position:
-                one, other = again.index.checkpoint(), self.index.checkpoint()
-                records = one.records.tobytes() == other.records.tobytes()
-                return records and (one.publications, one.draws) == (other.publications, other.draws)
-        raise UnavailableError("the log grows while it is compared; try again")
-
-    async def _check_prompts(self, index: Index) -> None:
-        # prompts are uploaded before their rollouts, so a log that names more of them belongs to other prompts
-        with redis_errors("count the prompts"):
-            num_prompts = await self._context.redis.llen(self._context.keys.prompt_order)
-        if len(index.counts) > num_prompts:
-            raise self._refusal(
-                f"Redis has lost prompts of run {self._context.run!r}: its log has rollouts of prompt number "
-                f"{len(index.counts) - 1}, but it has {num_prompts} prompts, numbered from 0"
-            )
-
-    async def _log_end(self) -> int:
-        with redis_errors("read the log position"):
-            raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
-        # a damaged number counts as none here: the durability check refuses the run for it (losses.py)
-        return read_count(raw) or 0
-
-    def _refuse_other_log(self, detail: str) -> None:
-        self._refusal(
-            f"the log of run {self._context.run!r} in Redis is not the one that was acknowledged{detail}",
-            ", or continue with it as it is (`tba buffer accept-loss`)",
-        )
 
     def _refusal(self, problem: str, more: str = "") -> IncompleteLogError:
         self.problem = (
@@ -302,9 +292,13 @@ class Compactor:
         num_draw_pieces = num_pieces
         # The index changes between two pieces: rollouts that are gone are missing in later pieces, and scored ones have
         # their new reward. Replaying the log from `position` on ends in the same index all the same.
-        while len(piece := _records(index, after, position, self._piece_records)):
-            after = int(piece["position"][-1])
-            await write(piece.tobytes())
+        while True:
+            rows = index.columns.live(index.columns.row_after(after), num=self._piece_records)
+            records = index.records(rows[index.column("position", rows) <= position])
+            if not len(records):
+                break
+            after = int(records["position"][-1])
+            await write(records.tobytes())
         reply = await context.scripts.run(
             "compact",
             generation=generation,
@@ -379,12 +373,6 @@ async def read_checkpoint(context: Context, head: CheckpointHead) -> LogCheckpoi
             raise _damaged(context.keys.checkpoint_piece(head.generation, number), error) from None
     records = np.concatenate(pieces) if pieces else np.zeros(0, dtype=CHECKPOINT_DTYPE)
     return LogCheckpoint(head.position, head.publications, records, b"".join(draws))
-
-
-def _records(index: Index, after: int, until: int, num: int) -> NDArray[np.void]:
-    """Return at most `num` records (CHECKPOINT_DTYPE) of live rollouts with positions after `after`, up to `until`."""
-    rows = index.columns.live(index.columns.row_after(after), num=num)
-    return index.records(rows[index.column("position", rows) <= until])
 
 
 def _damaged(key: str, error: Exception) -> UnavailableError:

@@ -229,19 +229,13 @@ class Priorities:
             missing = np.flatnonzero(~uniform)
         # a rejected leaf is drawn again: so kept leaves follow w exactly, although the tree holds W
         while len(missing):
-            drawn, kept = self._propose(len(missing), rng)
+            drawn, depth = self._weights.find(rng.integers(0, self._weights.total, len(missing)))
+            kept = depth + rng.random(len(missing)) < self._weight(self._values[drawn])
             if keeps:
                 kept &= keeps(drawn)
             leaves[missing[kept]] = drawn[kept]
             missing = missing[~kept]
         return leaves
-
-    def _propose(self, num: int, rng: np.random.Generator) -> tuple[Leaves, NDArray[np.bool_]]:
-        """Return `num` leaves drawn by W, and which of them are kept."""
-        assert self._weights is not None
-        targets = rng.integers(0, self._weights.total, num)
-        leaves, depth = self._weights.find(targets)
-        return leaves, depth + rng.random(num) < self._weight(self._values[leaves])
 
     def log_mass(self) -> float:
         """Return the log of the sum of exp(inverse_temperature * value) over the members. O(n)"""
@@ -262,12 +256,9 @@ class Priorities:
         """
         members = np.flatnonzero(self._ones.leaves(self._num_leaves))
         values = np.zeros(len(members)) if self._weights is None else self._values[members]
-        terms, scale = gumbel_terms(
-            revalue(members, values) if revalue else values,
-            inverse_temperature=self.inverse_temperature,
-            uniform_share=uniform_share,
-        )
-        return members, terms, scale
+        values = revalue(members, values) if revalue else values
+        scale = self.inverse_temperature
+        return members, *gumbel_terms(values, inverse_temperature=scale, uniform_share=uniform_share)
 
     def _find_top(self) -> None:
         members = self._values[: self._num_leaves][self._ones.leaves(self._num_leaves) > 0]
@@ -343,14 +334,11 @@ def gumbel_top_k(terms: NDArray[np.float64], noise: NDArray[np.float64], num: in
     tied = np.flatnonzero((best[:, 1:] == best[:, :-1]).any(axis=1))
     # noise is lost beside a large term: where rounding makes two sums equal, what was rounded off decides
     if len(tied):
-        rounded_off = -_rounding_error(terms[tied], noise[tied])
-        order[tied] = np.lexsort((rounded_off, keys[tied]), axis=1)[:, :width]
+        a, b = terms[tied], noise[tied]
+        with np.errstate(invalid="ignore"):  # -inf - -inf
+            # (a + b) - float64(a + b), exactly (TwoSum; Knuth, TAOCP 2, section 4.2.2)
+            rounded = a + b
+            b_part = rounded - a
+            rounded_off = (a - (rounded - b_part)) + (b - b_part)
+        order[tied] = np.lexsort((-rounded_off, keys[tied]), axis=1)[:, :width]
     return order[:, :num]
-
-
-def _rounding_error(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return (a + b) - float64(a + b), exactly (TwoSum; Knuth, TAOCP 2, section 4.2.2)."""
-    with np.errstate(invalid="ignore"):  # -inf - -inf
-        rounded = a + b
-        b_part = rounded - a
-        return (a - (rounded - b_part)) + (b - b_part)

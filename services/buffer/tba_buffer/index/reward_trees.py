@@ -111,19 +111,18 @@ class RewardTrees:
     def of_prompts(self, counts: NDArray[np.int64], min_distinct: int, inverse_temperature: float) -> Priorities:
         """Return the prompts with at least `min_distinct` of `counts` [P], by the log of their total weight."""
         tree = self._of_prompts
-        if tree is None or tree.capacity < len(counts) or tree.inverse_temperature != inverse_temperature:
-            members = counts >= min_distinct
-            values = np.zeros(len(counts))
-            values[members] = self._log_masses(np.flatnonzero(members), counts, inverse_temperature)
-            priorities = Priorities(values, members, 1.0)
-            self._of_prompts = _Tree(priorities, inverse_temperature, 0, priorities.capacity)
-            return priorities
-        prompts = tree.take_changed()
+        if tree and (tree.capacity < len(counts) or tree.inverse_temperature != inverse_temperature):
+            tree = None
+        prompts = tree.take_changed() if tree else np.arange(len(counts))
         members = counts[prompts] >= min_distinct
         values = np.zeros(len(prompts))
         values[members] = self._log_masses(prompts[members], counts, inverse_temperature)
-        tree.priorities.set(prompts, values, members)
-        return tree.priorities
+        if tree:
+            tree.priorities.set(prompts, values, members)
+            return tree.priorities
+        priorities = Priorities(values, members, 1.0)
+        self._of_prompts = _Tree(priorities, inverse_temperature, 0, priorities.capacity)
+        return priorities
 
     def _log_masses(
         self, prompts: Prompts, counts: NDArray[np.int64], inverse_temperature: float

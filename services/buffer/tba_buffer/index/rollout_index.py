@@ -102,9 +102,10 @@ class Index:
         self.unusable: list[bytes] = []
         """Ids of rollouts that count as failed because the log has no valid reward for them; its reader empties it."""
         self._recent_from = 0
-        self._num_used_up = 0
         self._num_of = np.zeros(3, dtype=np.int64)
-        self._payload_bytes = 0
+        self.num_used_up = 0
+        """Scored rollouts that were in max_uses batches, so that no other may hold them."""
+        self.payload_bytes = 0
         self._pending_from = 0
         self._num_prompts = 0
         self._per_prompt = np.zeros((5, 0), dtype=np.int64)
@@ -134,7 +135,13 @@ class Index:
             if first != position + 1 and position:
                 raise LogGapError(f"the log continues at {first}, the view ends at {position}")
             position = first + len(event.records) - 1 if isinstance(event, RolloutsAdded) else first
-        self._add_all([event for event in events if isinstance(event, RolloutsAdded)])
+        if added := [event for event in events if isinstance(event, RolloutsAdded)]:
+            records = added[0].records
+            if len(added) > 1:  # joined as bytes: much faster than concatenating thousands of structured arrays
+                records = np.frombuffer(b"".join(event.records.tobytes() for event in added), dtype=RECORD_DTYPE)
+            firsts = np.array([event.first_position for event in added], dtype=np.int64)
+            if len(records):
+                self._add(records, csr_indices(firsts, np.array([len(event.records) for event in added])))
         for event in events:
             if isinstance(event, Drawn | Voided | Resumed):
                 self.draws.apply(event)
@@ -180,21 +187,9 @@ class Index:
             records[name] = self.column(name, rows)
         return records
 
-    def _add_all(self, events: list[RolloutsAdded]) -> None:
-        if not events:
-            return
-        if len(events) == 1:
-            records = events[0].records
-        else:  # joined as bytes: much faster than concatenating thousands of structured arrays
-            records = np.frombuffer(b"".join(event.records.tobytes() for event in events), dtype=RECORD_DTYPE)
-        firsts = np.array([event.first_position for event in events], dtype=np.int64)
-        if len(records):
-            self._add(records, csr_indices(firsts, np.array([len(event.records) for event in events])))
-
     def _add(self, records: NDArray[np.void], positions: NDArray[np.int64]) -> None:
         num = len(records)
-        if not self.columns.has_room(num):
-            self._make_room(num)
+        self._make_room(num)
         versions = self._versions.number_of(records["lineage"], records["step"])
         columns = {name: records[name] for name in RECORD_DTYPE.names or ()}
         # no sum of a tree may hold an unbounded reward, so such a rollout counts as failed and is reported
@@ -277,7 +272,7 @@ class Index:
         table, slots = self.columns, self.columns.slots(rows)
         status, prompts = table.at("status", slots), by_prompt.keys
         self._num_of += sign * np.bincount(status, minlength=3)
-        self._payload_bytes += sign * int(table.at("num_bytes", slots).sum())
+        self.payload_bytes += sign * int(table.at("num_bytes", slots).sum())
         scored = status == SCORED
         counts, _, successes, recent, drawable = self._per_prompt
         counts[prompts] += sign * by_prompt.count(scored)
@@ -287,7 +282,7 @@ class Index:
         usable = scored
         if self.settings.max_uses is not None:
             usable = scored & (table.at("uses", slots) < self.settings.max_uses)
-            self._num_used_up += sign * int(np.count_nonzero(scored & ~usable))
+            self.num_used_up += sign * int(np.count_nonzero(scored & ~usable))
         drawable[prompts] += sign * by_prompt.count(usable)
         recent[prompts] += sign * by_prompt.count(usable & self.is_recent(rows))
         for pool, num in ((REPLAY, drawable), (RECENT, recent)):
@@ -326,6 +321,8 @@ class Index:
 
     def _make_room(self, num: int) -> None:
         in_use = self.columns.end - self.columns.first
+        if in_use + num <= self.columns.capacity:
+            return
         if 4 * (in_use - self.num_live) <= in_use:
             self.columns.grow(num)
             return
@@ -394,11 +391,6 @@ class Index:
         return int(self._num_of[SCORED])
 
     @property
-    def num_used_up(self) -> int:
-        """Those of them that were in max_uses batches, so that no other may hold them."""
-        return self._num_used_up
-
-    @property
     def num_pending(self) -> int:
         """Stored rollouts whose reward is not known yet."""
         return int(self._num_of[PENDING])
@@ -407,11 +399,6 @@ class Index:
     def num_failed(self) -> int:
         """Stored rollouts that could not be scored."""
         return int(self._num_of[FAILED])
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of the stored payloads."""
-        return self._payload_bytes
 
     @property
     def num_drawable(self) -> int:
@@ -468,7 +455,7 @@ class Index:
     def pending_rows(self, num: int) -> Rows:
         """Return the `num` oldest live rows whose reward is not known yet, ascending."""
         first = max(self._pending_from, self.columns.first)
-        rows = self.columns.where(PENDING, first, num=min(num, self.num_pending))
+        rows = self.columns.live(first, num=min(num, self.num_pending), status=PENDING)
         # no row before the first pending one needs to be looked at again
         if num > 0:
             self._pending_from = int(rows[0]) if len(rows) else self.columns.end

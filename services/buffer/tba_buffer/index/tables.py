@@ -98,10 +98,6 @@ class Columns:
             return self._columns[name][:0]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def has_room(self, num: int) -> bool:
-        """Return whether `num` more rows fit without `grow`."""
-        return self.end + num - self.first <= self.capacity
-
     def append(self, columns: Mapping[str, NDArray], num: int) -> Rows:
         """Add `num` rows; there must be room. Returns them."""
         slot = self.end % self.capacity
@@ -169,19 +165,13 @@ class Columns:
         rows[known[self.get("status", rows[known]) == DEAD]] = -1
         return rows
 
-    def where(self, status: int, first: int, *, num: int) -> Rows:
-        """Return the first `num` rows from `first` on with this status, ascending."""
-        return self._first_of(lambda found: found == status, first, num)
-
-    def live(self, first: int, *, num: int) -> Rows:
-        """Return the first `num` live rows from `first` on, ascending."""
-        return self._first_of(lambda found: found != DEAD, first, num)
-
-    def _first_of(self, test: Callable[[NDArray], NDArray[np.bool_]], first: int, num: int) -> Rows:
+    def live(self, first: int, *, num: int, status: int | None = None) -> Rows:
+        """Return the first `num` live rows from `first` on, ascending; only those with this status, if given."""
         rows, step = [np.zeros(0, dtype=np.int64)], max(4096, 2 * num)
         while num > 0 and first < self.end:
             end = min(self.end, first + step)
-            rows.append(np.flatnonzero(test(self.scan("status", first, end)))[:num] + first)
+            found = self.scan("status", first, end)
+            rows.append(np.flatnonzero(found != DEAD if status is None else found == status)[:num] + first)
             num -= len(rows[-1])
             first, step = end, 2 * step
         return np.concatenate(rows)
@@ -311,17 +301,15 @@ class PromptRows:
         alive = self._is_live(rows)
         owner = np.repeat(np.arange(len(prompts)), lengths)[alive]
         rows, lengths = rows[alive], np.bincount(owner, minlength=len(prompts))
-        self._release(prompts)
-        self._allocate(prompts, lengths + num_new)
-        self.lengths[prompts] = lengths
-        self._arena[csr_indices(self.starts[prompts], lengths)] = rows
-
-    def _release(self, prompts: Prompts) -> None:
+        # release the old blocks
         for start, size in zip(self.starts[prompts].tolist(), self._sizes[prompts].tolist(), strict=True):
             if size:
                 self._free.setdefault(size, []).append(start)
                 self._num_free += size
         self._sizes[prompts] = self.lengths[prompts] = 0
+        self._allocate(prompts, lengths + num_new)
+        self.lengths[prompts] = lengths
+        self._arena[csr_indices(self.starts[prompts], lengths)] = rows
 
     def _allocate(self, prompts: Prompts, needed: NDArray[np.integer]) -> None:
         prompts, needed = prompts[needed > 0], needed[needed > 0]
@@ -330,7 +318,12 @@ class PromptRows:
         sizes = np.maximum(_MIN_SIZE, 1 << np.ceil(np.log2(needed)).astype(np.int64))
         # closing the gaps costs O(n), so it waits until a third of the arena is free
         if self._used + int(sizes.sum()) > len(self._arena) and 3 * self._num_free > self._used:
-            self._repack()
+            stay = np.flatnonzero(self._sizes)
+            rows, lengths = self.rows_of(stay)
+            ends = np.cumsum(self._sizes[stay], dtype=np.int64)
+            self.starts[stay] = ends - self._sizes[stay]
+            self._used, self._num_free, self._free = (int(ends[-1]) if len(ends) else 0), 0, {}
+            self._arena[csr_indices(self.starts[stay], lengths)] = rows
         for size in np.unique(sizes).tolist():
             these = prompts[sizes == size]
             # blocks have power-of-two sizes, so a released one fits the next of its size
@@ -340,27 +333,15 @@ class PromptRows:
             del free[len(free) - num_reused :]
             self._num_free -= num_reused * size
             num_fresh = len(these) - num_reused
-            fresh = self._reserve(num_fresh * size) + size * np.arange(num_fresh)
+            fresh = self._used + size * np.arange(num_fresh)
+            if (used := self._used + num_fresh * size) > len(self._arena):
+                arena = np.empty(max(used, 3 * len(self._arena) // 2), dtype=np.int64)
+                arena[: self._used] = self._arena[: self._used]
+                self._arena = arena
+            self._used = used
             self.starts[these] = np.concatenate([np.array(starts, dtype=np.int64), fresh])
             self._sizes[these] = size
             self.lengths[these] = 0
-
-    def _reserve(self, num: int) -> int:
-        if self._used + num > len(self._arena):
-            arena = np.empty(max(self._used + num, 3 * len(self._arena) // 2), dtype=np.int64)
-            arena[: self._used] = self._arena[: self._used]
-            self._arena = arena
-        self._used += num
-        return self._used - num
-
-    def _repack(self) -> None:
-        """Close the gaps that released blocks left. O(n), after n rows' worth of releases."""
-        prompts = np.flatnonzero(self._sizes)
-        rows, lengths = self.rows_of(prompts)
-        ends = np.cumsum(self._sizes[prompts], dtype=np.int64)
-        self.starts[prompts] = ends - self._sizes[prompts]
-        self._used, self._num_free, self._free = (int(ends[-1]) if len(ends) else 0), 0, {}
-        self._arena[csr_indices(self.starts[prompts], lengths)] = rows
 
 
 class PromptSet:

@@ -187,21 +187,18 @@ class VisitOrder:
             rng = np.random.default_rng([self._seed, *visits[0][:2]])
             chosen = choose_by_posterior(self._catalog.train_numbers(), index.counts, index.successes, num, rng)
         else:
-            chosen = [self._order(epoch, size)[offset] for epoch, offset, size in visits]
+            chosen = []
+            for epoch, offset, size in visits:
+                if (epoch, size) not in self._shuffled:
+                    # the visits of one request reach into the next epoch at most: two orders are enough
+                    for key in list(self._shuffled)[:-1]:
+                        del self._shuffled[key]
+                    self._shuffled[epoch, size] = np.random.default_rng([self._seed, epoch]).permutation(size)
+                chosen.append(self._shuffled[epoch, size][offset])
         return [
             NextVisit(f"visit-{epoch}-{offset}", train[int(at)].prompt_id, f"{epoch}:{offset + 1}:{size}")
             for (epoch, offset, size), at in zip(visits, chosen, strict=True)
         ]
-
-    def _order(self, epoch: int, size: int) -> Ints:
-        order = self._shuffled.get((epoch, size))
-        if order is None:
-            # the visits of one request reach into the next epoch at most: two orders are enough
-            for key in list(self._shuffled)[:-1]:
-                del self._shuffled[key]
-            order = np.random.default_rng([self._seed, epoch]).permutation(size)
-            self._shuffled[epoch, size] = order
-        return order
 
 
 def choose_by_posterior(train_numbers: Ints, counts: Ints, successes: Ints, num: int, rng: np.random.Generator) -> Ints:

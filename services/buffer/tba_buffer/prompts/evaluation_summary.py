@@ -157,8 +157,14 @@ def find_best_version(evals: Iterable[StoredEval], section: EvalSection, *, num_
         is_same = each.num_samples == section.num_samples and each.success_reward == section.success_reward
         if each.first is None or not is_same or each.first.num_prompts != num_prompts:
             continue
+        kind = "greedy" if section.best_metric == "greedy_accuracy" else "sample"
+        # an unknown score may leave a whole prompt out of pass@K
+        per_prompt = kind == "greedy" or pass_at_of(section.best_metric) is not None
+        num_compared = num_prompts if per_prompt else num_prompts * section.num_samples
         # with too many unknown scores the best version stays the best
-        value = each.first.numbers.metric(section.best_metric) if _is_known(each.first, section) else None
+        if each.first.num_unknown.get(kind, 0) > (1 - MIN_KNOWN_SHARE) * num_compared:
+            continue
+        value = each.first.numbers.metric(section.best_metric)
         if value is None or not math.isfinite(value) or (best is not None and value < best.value):
             continue
         best = BestVersion(
@@ -169,12 +175,3 @@ def find_best_version(evals: Iterable[StoredEval], section: EvalSection, *, num_
             num_samples=section.num_samples,
         )
     return best
-
-
-def _is_known(first: ComparedNumbers, section: EvalSection) -> bool:
-    """Return whether enough of the compared scores are known."""
-    kind = "greedy" if section.best_metric == "greedy_accuracy" else "sample"
-    # an unknown score may leave a whole prompt out of pass@K
-    per_prompt = kind == "greedy" or pass_at_of(section.best_metric) is not None
-    num_compared = first.num_prompts if per_prompt else first.num_prompts * section.num_samples
-    return first.num_unknown.get(kind, 0) <= (1 - MIN_KNOWN_SHARE) * num_compared

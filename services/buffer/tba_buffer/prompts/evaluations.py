@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
-from tba.api import (
-    BestVersion,
-    EvalInfo,
-    EvalReply,
-    EvalRequest,
-    EvalResult,
-    EvalResults,
-)
+from tba.api import BestVersion, EvalInfo, EvalReply, EvalRequest, EvalResult, EvalResults
 from tba.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from tba.versions import PolicyVersion
 from tba_buffer.prompts.catalog import Catalog
@@ -25,7 +19,6 @@ from tba_buffer.prompts.evaluation_summary import (
     KINDS,
     EvalSummary,
     EvaluationUnit,
-    Results,
     StoredEval,
     find_best_version,
     summarise,
@@ -115,8 +108,11 @@ class Evaluations:
         """Return evaluations, at least one, as they are stored; unknown ones are left out."""
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
-        pairs = zip(eval_ids, texts, strict=True)
-        return {eval_id: self._document(eval_id, text) for eval_id, text in pairs if text is not None}
+        return {
+            eval_id: needed(self._context.keys.evals, eval_id, partial(StoredEval.model_validate_json, text))
+            for eval_id, text in zip(eval_ids, texts, strict=True)
+            if text is not None
+        }
 
     async def results(self, eval_id: str, results: EvalResults) -> None:
         """Store results; idempotent by lease, and the first result of a unit counts.
@@ -159,7 +155,17 @@ class Evaluations:
                     "result was stored"
                 )
             # before anything is stored: a report is taken as a whole or not at all
-            _check_result(item, unit, document.num_samples)
+            wanted = document.num_samples if unit.kind == "sample" else 1
+            if len(item.rewards) != wanted or len(item.num_response_tokens) != wanted:
+                raise BadRequestError(
+                    f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} "
+                    f"rewards and {len(item.num_response_tokens)} lengths"
+                )
+            num_wrong, num_unknown = (item.num_wrong or 0) + (item.num_raised or 0), item.rewards.count(None)
+            if num_wrong > num_unknown:
+                raise BadRequestError(
+                    f"lease {item.lease_id!r}: num_wrong and num_raised are {num_wrong} of {num_unknown} unknown"
+                )
             stored += [item.lease_id, item.model_dump_json(exclude={"lease_id"}, exclude_none=True)]
         num_done = await self._context.scripts.run("eval_results", eval_id=eval_id, results=stored)
         if num_done >= len(KINDS) * document.num_prompts:
@@ -179,25 +185,19 @@ class Evaluations:
             num_done = needed(keys.eval_done, eval_id, lambda count=count: int(count or 0))
             if document.state == "pending" and num_done >= len(KINDS) * document.num_prompts:
                 document = await self._finish(document)  # the process died after it stored the last result
-            found.append((self._info(document, num_done), document))
+            info = EvalInfo(
+                eval_id=document.eval_id,
+                version=document.version,
+                state="expired" if self._is_expired(document) else document.state,
+                num_prompts=document.num_prompts,
+                num_done=document.num_prompts if document.state == "done" else num_done // len(KINDS),
+                num_samples=document.num_samples,
+                created_at_s=document.created_at_s,
+                abandoned=self._lineages.has_abandoned(PolicyVersion.parse(document.version)),
+                **({} if document.summary is None else document.summary.model_dump()),
+            )
+            found.append((info, document))
         return found
-
-    def _document(self, eval_id: str, text: bytes) -> StoredEval:
-        return needed(self._context.keys.evals, eval_id, lambda: StoredEval.model_validate_json(text))
-
-    def _info(self, document: StoredEval, num_done: int) -> EvalInfo:
-        is_done = document.state == "done"
-        return EvalInfo(
-            eval_id=document.eval_id,
-            version=document.version,
-            state="expired" if self._is_expired(document) else document.state,
-            num_prompts=document.num_prompts,
-            num_done=document.num_prompts if is_done else num_done // len(KINDS),
-            num_samples=document.num_samples,
-            created_at_s=document.created_at_s,
-            abandoned=self._lineages.has_abandoned(PolicyVersion.parse(document.version)),
-            **({} if document.summary is None else document.summary.model_dump()),
-        )
 
     def _is_expired(self, document: StoredEval) -> bool:
         return document.state == "pending" and document.deadline_s <= self._context.clock()
@@ -210,8 +210,27 @@ class Evaluations:
             leases = await redis.hgetall(keys.eval_units)
             if any(text is None for text in texts):  # another request has just finished it
                 return (await self.documents([eval_id])).get(eval_id, document)
-            results = {unit: self._result(unit, text) for unit, text in zip(units, texts, strict=True)}
-            done = self._done(document, results)
+            results = {
+                unit: needed(
+                    keys.eval_results,
+                    str(unit),
+                    lambda text=text: EvalResult.model_validate({**json.loads(text), "lease_id": "ended"}),
+                )
+                for unit, text in zip(units, texts, strict=True)
+            }
+            tasks = {number: prompt.task for number, prompt in enumerate(self._catalog.heldout)}
+            results = with_raised(results, tasks)
+            # versions are compared over the prompts that every evaluation has
+            num_first = min(document.num_prompts, self._context.recipe.eval.num_prompts_compared)
+            success_reward, pass_at = document.success_reward, document.pass_at
+            numbers = summarise(results, success_reward=success_reward, pass_at=pass_at)
+            done = document.model_copy(
+                update={
+                    "state": "done",
+                    "summary": EvalSummary(**numbers.model_dump(), finished_at_s=self._context.clock()),
+                    "first": summarise_first(results, num_first, success_reward=success_reward, pass_at=pass_at),
+                }
+            )
             # a repeated report is answered by the state `done` from now on, so its leases need not be known
             ended = [lease for lease, value in leases.items() if value.startswith(f"{eval_id}|".encode())]
             # one transaction: after a kill either the results are there, or the finished evaluation is
@@ -224,37 +243,3 @@ class Evaluations:
                 await pipe.execute()
         self._context.changed.notify()
         return done
-
-    def _result(self, unit: EvaluationUnit, text: bytes) -> EvalResult:
-        def read() -> EvalResult:
-            return EvalResult.model_validate({**json.loads(text), "lease_id": "ended"})
-
-        return needed(self._context.keys.eval_results, str(unit), read)
-
-    def _done(self, document: StoredEval, results: Results) -> StoredEval:
-        """Return the finished evaluation: its numbers, and those that versions are compared by."""
-        results = with_raised(results, {number: prompt.task for number, prompt in enumerate(self._catalog.heldout)})
-        # versions are compared over the prompts that every evaluation has
-        num_first = min(document.num_prompts, self._context.recipe.eval.num_prompts_compared)
-        success_reward, pass_at = document.success_reward, document.pass_at
-        numbers = summarise(results, success_reward=success_reward, pass_at=pass_at)
-        return document.model_copy(
-            update={
-                "state": "done",
-                "summary": EvalSummary(**numbers.model_dump(), finished_at_s=self._context.clock()),
-                "first": summarise_first(results, num_first, success_reward=success_reward, pass_at=pass_at),
-            }
-        )
-
-
-def _check_result(item: EvalResult, unit: EvaluationUnit, num_samples: int) -> None:
-    wanted = num_samples if unit.kind == "sample" else 1
-    if len(item.rewards) != wanted or len(item.num_response_tokens) != wanted:
-        raise BadRequestError(
-            f"lease {item.lease_id!r} ({unit.kind}) asked for {wanted} completions, got {len(item.rewards)} rewards "
-            f"and {len(item.num_response_tokens)} lengths"
-        )
-    if (num_wrong := (item.num_wrong or 0) + (item.num_raised or 0)) > (num_unknown := item.rewards.count(None)):
-        raise BadRequestError(
-            f"lease {item.lease_id!r}: num_wrong and num_raised are {num_wrong} of {num_unknown} unknown"
-        )

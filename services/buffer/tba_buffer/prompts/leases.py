@@ -19,6 +19,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from tba.api import Lease, LeaseRenewal, LeaseRenewalReply, LeaseReply, LeaseRequest, LeaseReturn
 from tba_buffer.prompts.catalog import Catalog, VisitCursor, VisitOrder
@@ -41,10 +42,6 @@ another process of the buffer may have changed the run."""
 ATTEMPTS = 3
 
 
-async def _never() -> bool:
-    return False
-
-
 class Leases:
     """Leases visits and evaluation units to searchers."""
 
@@ -62,7 +59,7 @@ class Leases:
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
 
-    async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] = _never) -> LeaseReply:
+    async def lease(self, request: LeaseRequest, is_gone: Callable[[], Awaitable[bool]] | None = None) -> LeaseReply:
         """Claim up to `max_leases` evaluation units and visits. A repeated request gets the same leases again.
 
         Args:
@@ -93,7 +90,7 @@ class Leases:
         )
 
     async def _wait_for_leases(
-        self, request: LeaseRequest, begin_s: float | None, is_gone: Callable[[], Awaitable[bool]]
+        self, request: LeaseRequest, begin_s: float | None, is_gone: Callable[[], Awaitable[bool]] | None
     ) -> tuple[list[Lease], str | None, RunSnapshot]:
         """Claim leases, from `begin_s` on for as long as the request may wait (None: once).
 
@@ -114,7 +111,7 @@ class Leases:
             if now_s >= next_claim_s:
                 next_claim_s = now_s + POLL_S
             await self._context.leasable.wait(changed, min(deadline_s - now_s, POLL_S))
-            if await is_gone():
+            if is_gone is not None and await is_gone():
                 return [], wait, snapshot
 
     async def _attempt(
@@ -128,8 +125,16 @@ class Leases:
         """
         async with self._lock:  # one at a time: a claim takes room away from the next request
             snapshot = await self._run_state.read()
-            room, wait = self._room(snapshot)
-            # a stopping run still evaluates; `_room` leaves it no room for visits
+            room: int | None = 0
+            if snapshot.state != "running":
+                wait: str | None = f"run-{snapshot.state}"
+            elif snapshot.sampling_version is None:
+                wait = "no-version"  # nothing was announced yet, so no searcher has weights to sample with
+            elif not self._catalog.train:
+                wait = "no-prompts"
+            else:
+                room, wait = generation_room(snapshot.counts, self._flow)
+            # a stopping run still evaluates, without room for visits
             if snapshot.state not in ("running", "stopping"):
                 return [], wait, snapshot
             # with news the request is answered in any case, so it takes what there is
@@ -139,17 +144,14 @@ class Leases:
             is_enough = num_visits >= min(min_leases, request.max_leases)
             if not is_enough and not always:
                 return [], wait, snapshot
-            max_train = request.max_leases if room is None else self._share(request, num_visits)
+            # searchers ask for rounds ahead: the first would take all, and those that wait with it would stand still
+            others = [num for held, num in self._held.items() if held != id(request)]
+            share = max(math.ceil(num_visits / (len(others) + 1)), request.min_leases)
+            # what is left must be of use to one of the others
+            is_shared = room is not None and others and num_visits - share >= min(others)
             room = room if wait is None and is_enough else 0
+            max_train = share if is_shared else num_visits
             return await self._claim(request, room, snapshot, max_train=max_train), wait, snapshot
-
-    def _share(self, request: LeaseRequest, num_visits: int) -> int:
-        """Return how many of the visits that there is room for a request may have."""
-        # Searchers ask for rounds ahead: the first one would take all, and those that wait with it would stand still.
-        others = [num for held, num in self._held.items() if held != id(request)]
-        share = max(math.ceil(num_visits / (len(others) + 1)), request.min_leases)
-        # what is left must be of use to one of the others
-        return share if others and num_visits - share >= min(others) else num_visits
 
     def _num_visits(self, room: int) -> int:
         # rounded up: a visit is leased as a whole, and may exceed the room by a part of itself
@@ -170,16 +172,6 @@ class Leases:
         )
         return LeaseRenewalReply(lost_lease_ids=[lease_id.decode() for lease_id in lost])
 
-    def _room(self, snapshot: RunSnapshot) -> tuple[int | None, str | None]:
-        if snapshot.state != "running":
-            return 0, f"run-{snapshot.state}"
-        # nothing was announced yet, so no searcher has weights to sample with
-        if snapshot.sampling_version is None:
-            return 0, "no-version"
-        if not self._catalog.train:
-            return 0, "no-prompts"
-        return generation_room(snapshot.counts, self._flow)
-
     async def _claim(
         self, request: LeaseRequest, room: int | None, snapshot: RunSnapshot, *, max_train: int
     ) -> list[Lease]:
@@ -193,7 +185,9 @@ class Leases:
         for _ in range(ATTEMPTS):
             with redis_errors("read the cursor"):
                 cursor = (await self._context.redis.get(self._context.keys.cursor)) or b""
-            candidates = self._order.next(self._read_cursor(cursor), max_train, snapshot.index)
+            parse = partial(VisitCursor.parse, cursor, len(self._catalog.train))
+            begin = needed(self._context.keys.cursor, "cursor", parse) if cursor else None
+            candidates = self._order.next(begin, max_train, snapshot.index)
             moved, *flat = await self._context.scripts.run(
                 "lease",
                 now_s=now,
@@ -211,13 +205,6 @@ class Leases:
                 return await self._leases(flat, lease_s, snapshot.settings.recipe.searcher.sampling_temperature)
         return []
 
-    def _read_cursor(self, stored: bytes) -> VisitCursor | None:
-        """Read the stored cursor; None before the first visit."""
-        if not stored:
-            return None
-        num_train = len(self._catalog.train)
-        return needed(self._context.keys.cursor, "cursor", lambda: VisitCursor.parse(stored, num_train))
-
     async def _leases(self, flat: list[bytes | int], lease_s: float, temperature: float) -> list[Lease]:
         """Return the leases of a reply: kind, lease id, visit or unit, prompt id and number of rollouts of each."""
         texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in flat]
@@ -227,7 +214,8 @@ class Leases:
         leases = []
         for kind, lease_id, subject, prompt_id, num in rows:
             if kind == "eval":
-                leases.append(self._eval_lease(lease_id, subject, documents, lease_s))
+                read = partial(self._eval_lease, lease_id, subject, documents, lease_s)
+                leases.append(needed(self._context.keys.eval_todo, subject, read))
                 continue
             found = self._catalog.find(prompt_id)
             if found is None:
@@ -247,22 +235,19 @@ class Leases:
         return leases
 
     def _eval_lease(self, lease_id: str, text: str, documents: Mapping[str, StoredEval], lease_s: float) -> Lease:
-        def read() -> Lease:
-            unit = EvaluationUnit.parse(text)
-            document, is_greedy = documents[unit.eval_id], unit.kind == "greedy"
-            return Lease(
-                lease_id=lease_id,
-                kind="greedy" if is_greedy else "sample",
-                visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
-                prompt=self._catalog.heldout[unit.number],
-                num_rollouts=1 if is_greedy else document.num_samples,
-                temperature=0.0 if is_greedy else self._context.recipe.model.policy_temperature,
-                expires_in_s=lease_s,
-                eval_id=unit.eval_id,
-                version=document.version,
-            )
-
-        return needed(self._context.keys.eval_todo, text, read)
+        unit = EvaluationUnit.parse(text)
+        document, is_greedy = documents[unit.eval_id], unit.kind == "greedy"
+        return Lease(
+            lease_id=lease_id,
+            kind="greedy" if is_greedy else "sample",
+            visit_id=f"{unit.eval_id}-{unit.kind}-{unit.number}",
+            prompt=self._catalog.heldout[unit.number],
+            num_rollouts=1 if is_greedy else document.num_samples,
+            temperature=0.0 if is_greedy else self._context.recipe.model.policy_temperature,
+            expires_in_s=lease_s,
+            eval_id=unit.eval_id,
+            version=document.version,
+        )
 
 
 class PollBackoff:

@@ -34,13 +34,7 @@ from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import fenced, rollback_waits
-from tba_buffer.run.state import (
-    FlowSettings,
-    RunSnapshot,
-    RunStateReader,
-    draw_limits,
-    sampling_wait,
-)
+from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, draw_limits, sampling_wait
 from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
 from tba_buffer.sampling.mop import draw_slots, drawn_event
 from tba_buffer.storage.context import Context, RunHash, needed
@@ -81,12 +75,7 @@ class BatchDrawer:
     """
 
     def __init__(
-        self,
-        context: Context,
-        *,
-        catalog: Catalog,
-        run_state: RunStateReader,
-        components: Components,
+        self, context: Context, *, catalog: Catalog, run_state: RunStateReader, components: Components
     ) -> None:
         self._context = context
         self._catalog = catalog
@@ -142,11 +131,14 @@ class BatchDrawer:
             wait = sampling_wait(snapshot.counts, self._flow)
             if wait is None:
                 drawn = await self._draw_new(request, snapshot)
-            # a trainer whose reply was lost gets its batch although a new one would have to wait
-            elif (member := await self._open_member(request)) is not None:
-                drawn = await self._return_open(member)
             else:
-                raise _busy(wait)
+                # a trainer whose reply was lost gets its batch although a new one would have to wait
+                open_steps, step = self._context.keys.open_steps, f"{request.lineage}|{request.step}"
+                with redis_errors("look for an open batch"):
+                    member = await self._context.redis.hget(open_steps, step)
+                if member is None:
+                    raise _busy(wait)
+                drawn = await self._return_open(member)
             if isinstance(drawn, DrawnBatch):
                 return drawn
         raise drawn if isinstance(drawn, UnavailableError) else _busy(drawn)
@@ -242,11 +234,6 @@ class BatchDrawer:
         )
         event = drawn_event(index, slots, record.batch_id, PolicyVersion(request.lineage, request.step))
         return record, index.column("position", rows), event
-
-    async def _open_member(self, request: BatchRequest) -> bytes | None:
-        """Return the batch that is open for this step, as a member of `open_batches`."""
-        with redis_errors("look for an open batch"):
-            return await self._context.redis.hget(self._context.keys.open_steps, f"{request.lineage}|{request.step}")
 
     async def _return_open(self, member: bytes) -> DrawnBatch | str:
         """Return the open batch as it was drawn. If that cannot be done any more, void it and return a wait's name."""

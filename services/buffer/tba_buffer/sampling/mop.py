@@ -22,7 +22,8 @@ probability is rounded by more than float64 rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +34,7 @@ from tba.versions import PolicyVersion
 from tba.wire.batch import Source
 from tba_buffer.index.draws import RECENT, REPLAY
 from tba_buffer.index.log import SLOT_DTYPE, Drawn
-from tba_buffer.index.priorities import (
-    LOWEST,
-    Priorities,
-    gumbel_noise,
-    gumbel_terms,
-    gumbel_top_k,
-)
+from tba_buffer.index.priorities import LOWEST, gumbel_noise, gumbel_terms, gumbel_top_k
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.sampling.prompt_choice import TurnChoice, WeightedChoice
 
@@ -64,11 +59,6 @@ class Slot(NamedTuple):
         """Whether the coin asked for recent data and there was not enough."""
         return self.wanted_recent and self.source == "replay"
 
-    @property
-    def num_distinct(self) -> int:
-        """Distinct rollouts among the K."""
-        return len(set(self.rows.tolist()))
-
 
 def draw_slots(index: Index, settings: SamplingSection, seed: int) -> list[Slot]:
     """Draw the slots of one batch; the same index and seed give the same batch.
@@ -81,8 +71,20 @@ def draw_slots(index: Index, settings: SamplingSection, seed: int) -> list[Slot]
     # MOP's coin: with probability m a slot wants the most on-policy data there is
     wanted = rng.random(settings.prompts_per_batch) < settings.most_on_policy_prob
     chosen = [choice.choose(wanted_recent) for wanted_recent in wanted.tolist()]
-    rows = _draw_rows(index, settings, chosen, rng)
-    turns, floors = choice.turns_taken([each.is_recent for each in chosen]), choice.floors
+    prompts = np.array([each.prompt for each in chosen])
+    recent = np.array([each.is_recent for each in chosen])
+    rows = np.empty((len(prompts), settings.group_size), dtype=np.int64)
+    num = np.where(recent, index.recent_counts[prompts], index.drawable_counts[prompts])
+    # few rollouts: weigh them all at once for all slots; many: draw from the tree of their prompt
+    few = num <= index.settings.big_prompt
+    if few.any():
+        rows[few] = _draw_from_few(index, settings, prompts[few], recent[few], rng)
+    for prompt in np.unique(prompts[~few]).tolist():
+        for part in (True, False):
+            slots = np.flatnonzero(~few & (prompts == prompt) & (recent == part))
+            if len(slots):
+                rows[slots] = _draw_from_big(index, settings, prompt, part, len(slots), rng)
+    turns, floors = choice.turns_taken(recent.tolist()), choice.floors
     return [
         Slot(
             prompt=each.prompt,
@@ -165,24 +167,6 @@ class _SlotChoice:
         return [next(recent if each else replay) for each in is_recent]
 
 
-def _draw_rows(index: Index, settings: SamplingSection, chosen: Sequence[_Chosen], rng: np.random.Generator) -> Rows:
-    """Draw K rows for each slot. [S, K]"""
-    prompts = np.array([each.prompt for each in chosen])
-    recent = np.array([each.is_recent for each in chosen])
-    rows = np.empty((len(prompts), settings.group_size), dtype=np.int64)
-    num = np.where(recent, index.recent_counts[prompts], index.drawable_counts[prompts])
-    # few rollouts: weigh them all at once for all slots; many: draw from the tree of their prompt
-    few = num <= index.settings.big_prompt
-    if few.any():
-        rows[few] = _draw_from_few(index, settings, prompts[few], recent[few], rng)
-    for prompt in np.unique(prompts[~few]).tolist():
-        for part in (True, False):
-            slots = np.flatnonzero(~few & (prompts == prompt) & (recent == part))
-            if len(slots):
-                rows[slots] = _draw_from_big(index, settings, prompt, part, len(slots), rng)
-    return rows
-
-
 def _draw_from_few(
     index: Index,
     settings: SamplingSection,
@@ -191,10 +175,22 @@ def _draw_from_few(
     rng: np.random.Generator,
 ) -> Rows:
     """Draw K rows for each slot by looking at all rollouts of its prompt. [S, K]"""
-    rows, owner = _candidates(index, prompts, recent)
-    num_slots, size = len(prompts), settings.group_size
+    # the rows that each slot may draw, slot after slot and ascending, and the slot of each row: [n], [n]
+    blocks, num_slots, size = index.rows_by_prompt, len(prompts), settings.group_size
+    skip = np.zeros(num_slots, dtype=np.int64)
+    for at in np.flatnonzero(recent & (blocks.lengths[prompts] > index.settings.big_prompt)).tolist():
+        # recent rows are the last ones: of a big prompt leave out everything before them
+        skip[at] = np.searchsorted(blocks.rows(int(prompts[at])), index.first_recent())
+    rows, lengths = blocks.rows_from(prompts, skip)
+    owner = np.repeat(np.arange(num_slots), lengths)
+    drawable = index.is_drawable(rows)
+    rows, owner = rows[drawable], owner[drawable]
+    if recent.any():
+        wanted = ~recent[owner] | index.is_recent(rows)
+        rows, owner = rows[wanted], owner[wanted]
     num = np.bincount(owner, minlength=num_slots)
-    scale, values = settings.reward_inverse_temperature, index.columns.get("reward", rows)
+    scale, share = settings.reward_inverse_temperature, settings.uniform_share
+    values = index.columns.get("reward", rows)
     ends = np.cumsum(num)
     filled = np.arange(num.max()) < num[:, None]
     # fewer than K rollouts can only be drawn with replacement
@@ -202,52 +198,26 @@ def _draw_from_few(
     chosen = np.empty((num_slots, size), dtype=np.int64)
     if not repeat.all():
         terms, noise = np.full(filled.shape, -np.inf), np.zeros(filled.shape)
-        terms[filled], noise[filled] = _gumbel_terms(values, num, recent, scale, settings.uniform_share, rng)
+        flat_noise = gumbel_noise(len(values), rng)
+        if scale and not share:
+            flat_terms, noise_scale = gumbel_terms(values, inverse_temperature=scale, uniform_share=0.0)
+            is_recent = recent[owner]
+            # recent slots are uniform: equal terms, and noise alone decides
+            terms[filled] = np.where(is_recent, 0.0, flat_terms)
+            noise[filled] = np.where(is_recent, flat_noise, noise_scale * flat_noise)
+        else:
+            terms[filled] = _log_probabilities(values, num, recent, scale, share)
+            noise[filled] = flat_noise
         chosen[~repeat] = gumbel_top_k(terms[~repeat], noise[~repeat], size)
     if repeat.any():
         p = np.zeros(filled.shape)
-        p[filled] = np.exp(_log_probabilities(values, num, recent, scale, settings.uniform_share))
+        p[filled] = np.exp(_log_probabilities(values, num, recent, scale, share))
         ends_p = np.cumsum(p[repeat], axis=1)
         # inverse transform sampling, one row of cumulative weights per slot
         targets = rng.random((len(ends_p), size)) * ends_p[:, -1:]
         at = np.count_nonzero(ends_p[:, None, :] <= targets[:, :, None], axis=2)
         chosen[repeat] = np.minimum(at, num[repeat, None] - 1)
     return rows[chosen + (ends - num)[:, None]]
-
-
-def _candidates(index: Index, prompts: NDArray[np.int64], recent: NDArray[np.bool_]) -> tuple[Rows, NDArray[np.int64]]:
-    """Return the rows that each slot may draw, slot after slot and ascending, and the slot of each row. [n], [n]"""
-    blocks = index.rows_by_prompt
-    skip = np.zeros(len(prompts), dtype=np.int64)
-    for at in np.flatnonzero(recent & (blocks.lengths[prompts] > index.settings.big_prompt)).tolist():
-        # recent rows are the last ones: of a big prompt leave out everything before them
-        skip[at] = np.searchsorted(blocks.rows(int(prompts[at])), index.first_recent())
-    rows, lengths = blocks.rows_from(prompts, skip)
-    owner = np.repeat(np.arange(len(prompts)), lengths)
-    drawable = index.is_drawable(rows)
-    rows, owner = rows[drawable], owner[drawable]
-    if recent.any():
-        chosen = ~recent[owner] | index.is_recent(rows)
-        rows, owner = rows[chosen], owner[chosen]
-    return rows, owner
-
-
-def _gumbel_terms(
-    values: NDArray[np.float64],
-    num: NDArray[np.int64],
-    recent: NDArray[np.bool_],
-    scale: float,
-    uniform_share: float,
-    rng: np.random.Generator,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the term [n] and the noise [n] of each candidate, for `priorities.gumbel_top_k`."""
-    noise = gumbel_noise(len(values), rng)
-    if scale and not uniform_share:
-        terms, noise_scale = gumbel_terms(values, inverse_temperature=scale, uniform_share=0.0)
-        is_recent = np.repeat(recent, num)
-        # recent slots are uniform: equal terms, and noise alone decides
-        return np.where(is_recent, 0.0, terms), np.where(is_recent, noise, noise_scale * noise)
-    return _log_probabilities(values, num, recent, scale, uniform_share), noise
 
 
 def _log_probabilities(
@@ -274,14 +244,24 @@ def _draw_from_big(
 ) -> Rows:
     """Draw K rows for each of `num_slots` slots with the same prompt by its tree. [S, K]"""
     tree = index.trees.of_prompt(prompt, settings.reward_inverse_temperature)
-    num = (index.recent_counts if recent else index.drawable_counts)[prompt]
-    draw, weigh = _recent_draws(index, tree, prompt, rng) if recent else _replay_draws(tree, settings, rng)
-    size = settings.group_size
-    if num < size:
-        leaves = draw(num_slots * size).reshape(num_slots, size)
-    else:
-        leaves = _distinct(draw, weigh, num_slots, size, rng)
-    return index.rows_by_prompt.rows(prompt)[leaves]
+    block, size = index.rows_by_prompt.rows(prompt), settings.group_size
+    # recent rollouts are the last ones, and drawn uniformly
+    first = tree.num_before(int(np.searchsorted(block, index.first_recent()))) if recent else 0
+
+    def draw(num: int) -> NDArray[np.int64]:
+        if recent:
+            return tree.by_rank(rng.integers(first, tree.num, num))
+        return tree.draw(num, settings.uniform_share, rng)
+
+    def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
+        if not recent:
+            return tree.gumbel_terms(settings.uniform_share)
+        leaves = tree.by_rank(np.arange(first, tree.num))
+        return leaves, np.zeros(len(leaves)), 1.0
+
+    if (index.recent_counts if recent else index.drawable_counts)[prompt] < size:
+        return block[draw(num_slots * size).reshape(num_slots, size)]
+    return block[_distinct(draw, weigh, num_slots, size, rng)]
 
 
 Draw = Callable[[int], NDArray[np.int64]]
@@ -316,27 +296,5 @@ def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.rando
             # 2 K, since up to K of them are drawn already
             best = gumbel_top_k(terms[None], noise[None], min(2 * size, len(every)))[0]
             leaves.update(dict.fromkeys(every[best].tolist()))
-        chosen[slot] = _first(leaves, size)
+        chosen[slot] = list(islice(leaves, size))
     return chosen
-
-
-def _first(leaves: Iterable[int], num: int) -> list[int]:
-    return [leaf for _, leaf in zip(range(num), leaves, strict=False)]
-
-
-def _replay_draws(tree: Priorities, settings: SamplingSection, rng: np.random.Generator) -> tuple[Draw, Weigh]:
-    """Return the functions that draw from all rollouts of a tree."""
-    share = settings.uniform_share
-    return (lambda num: tree.draw(num, share, rng)), (lambda: tree.gumbel_terms(share))
-
-
-def _recent_draws(index: Index, tree: Priorities, prompt: int, rng: np.random.Generator) -> tuple[Draw, Weigh]:
-    """Return the functions that draw uniformly from the recent rollouts of a prompt that has many of them."""
-    block = index.rows_by_prompt.rows(prompt)
-    first = tree.num_before(int(np.searchsorted(block, index.first_recent())))
-
-    def weigh() -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
-        leaves = tree.by_rank(np.arange(first, tree.num))
-        return leaves, np.zeros(len(leaves)), 1.0
-
-    return (lambda num: tree.by_rank(rng.integers(first, tree.num, num))), weigh

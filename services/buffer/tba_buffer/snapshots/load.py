@@ -105,7 +105,12 @@ class SnapshotLoad:
         """
         self.num_rollouts, self.num_checked, self.num_loaded = None, 0, 0
         manifest, digest = await read_manifest(self._store, self._source)
-        self._check_temperature(manifest)
+        wanted = self._context.recipe.model.policy_temperature
+        if manifest.policy_temperature != wanted:
+            raise ConflictError(
+                f"snapshot {self._source} was saved with model.policy_temperature {manifest.policy_temperature:g}, and "
+                f"this run has {wanted:g}: set that key"
+            )
         end = self._end(manifest)
         reader = SnapshotReader(self._store, manifest)
         places = await reader.places()
@@ -119,20 +124,28 @@ class SnapshotLoad:
             lineage=max(manifest.lineages, default=0),
             last=end,
         )
-        await self._check_may_begin(origin)
+        # refuse early what load_snapshot.lua would refuse after everything was read
+        keys = self._context.keys
+        with redis_errors("read the run"):
+            async with self._context.redis.pipeline(transaction=True) as pipe:
+                pipe.hgetall(keys.run)
+                pipe.hget(keys.counters, "log_position")
+                run, position = await pipe.execute()
+        # only a run that stores nothing and has no trainer can begin with a snapshot
+        begun = b"lineage" in run or int(position or 0) > 0
+        if b"origin" in run:
+            # the first part of this very load wrote it: continue
+            begun = run[b"origin"] != msgspec.json.encode(origin)
+        if begun:
+            raise self._has_begun()
         self.num_rollouts = len(places)
         await self._check(reader, places)
-        await self._upload(reader)
+        async for prompts in reader.prompts():
+            # a load that continues uploads them again, which changes nothing
+            for at in range(0, len(prompts), PROMPTS_PER_UPLOAD):
+                await self._catalog.upload(prompts[at : at + PROMPTS_PER_UPLOAD])
         publications = [each for each in manifest.marks if each.position <= end][-NUM_PUBLICATIONS_KEPT:]
         await self._adopt(reader, origin, manifest, list(split_parts(places, publications, end)))
-
-    def _check_temperature(self, manifest: SnapshotManifest) -> None:
-        wanted = self._context.recipe.model.policy_temperature
-        if manifest.policy_temperature != wanted:
-            raise ConflictError(
-                f"snapshot {self._source} was saved with model.policy_temperature {manifest.policy_temperature:g}, and "
-                f"this run has {wanted:g}: set that key"
-            )
 
     def _end(self, manifest: SnapshotManifest) -> int:
         """Return the last position of the saved log to load; a fork ends before the publication of its version."""
@@ -147,23 +160,6 @@ class SnapshotLoad:
             )
         # without the publication itself: the fork's trainer announces those weights under its own name
         return publication.position - 1
-
-    async def _check_may_begin(self, origin: OriginDocument) -> None:
-        """Refuse early what load_snapshot.lua would refuse after everything was read."""
-        context = self._context
-        with redis_errors("read the run"):
-            async with context.redis.pipeline(transaction=True) as pipe:
-                pipe.hgetall(context.keys.run)
-                pipe.hget(context.keys.counters, "log_position")
-                run, position = await pipe.execute()
-        if b"origin" in run:
-            # the first part of this very load wrote it: continue
-            begun = run[b"origin"] != msgspec.json.encode(origin)
-        else:
-            # only a run that stores nothing and has no trainer can begin with a snapshot
-            begun = b"lineage" in run or int(position or 0) > 0
-        if begun:
-            raise self._has_begun()
 
     def _has_begun(self) -> ConflictError:
         return ConflictError(
@@ -193,12 +189,6 @@ class SnapshotLoad:
                     )
             self.num_checked += len(part.places)
 
-    async def _upload(self, reader: SnapshotReader) -> None:
-        async for prompts in reader.prompts():
-            # a load that continues uploads them again, which changes nothing
-            for at in range(0, len(prompts), PROMPTS_PER_UPLOAD):
-                await self._catalog.upload(prompts[at : at + PROMPTS_PER_UPLOAD])
-
     async def _adopt(
         self, reader: SnapshotReader, origin: OriginDocument, manifest: SnapshotManifest, parts: list[Part]
     ) -> None:
@@ -226,8 +216,7 @@ class SnapshotLoad:
                 )
                 if reply == b"begun":
                     raise self._has_begun()
-                is_full = self._evictor.record_added(len(payloads), sum(map(len, payloads)))
-                if is_full:
+                if self._evictor.record_added(len(payloads), sum(map(len, payloads))):
                     await self._evictor.enforce()
             self.num_loaded += len(part.places)
         # load_snapshot.lua has written those of the snapshot

@@ -58,7 +58,6 @@ LOG_ENTRIES_PER_READ = 500
 PROMPTS_PER_READ = 1000
 log = get_logger("snapshots")
 
-
 LIVE_DTYPE = np.dtype([("position", "<u8"), ("rollout_id", "V16"), ("num_bytes", "<u4"), ("status", "u1")])
 """A live rollout, copied from the index; those of one moment are by ascending position."""
 Live = NDArray[np.void]
@@ -177,12 +176,8 @@ class SnapshotSave:
 
     async def _due(self, live: Live, *, since: int, until: int) -> Live:
         """Return the live rollouts that were pushed or scored again after the log position `since`."""
-        again = await self._rescored(after=since, until=until) if since else np.zeros(0, dtype=np.uint64)
-        return live[(live["position"] > since) | np.isin(live["position"], again)]
-
-    async def _rescored(self, *, after: int, until: int) -> NDArray[np.uint64]:
-        """Return the positions of the rollouts that log entries in (after, until] gave a new reward."""
-        context, found = self._context, [np.zeros(0, dtype=np.uint64)]
+        # the positions that log entries in (since, until] gave a new reward; the first pass (0) writes everything
+        context, again, after = self._context, [np.zeros(0, dtype=np.uint64)], since or until
         while after < until:
             with redis_errors("read the log"):
                 async with context.redis.pipeline(transaction=True) as pipe:
@@ -197,9 +192,9 @@ class SnapshotSave:
             for entry_id, fields in entries:
                 event = parse_entry(entry_id, fields)
                 if isinstance(event, Rescored):
-                    found.append(event.changes["position"])
+                    again.append(event.changes["position"])
                 after = int(entry_id.split(b"-")[0])
-        return np.concatenate(found)
+        return live[(live["position"] > since) | np.isin(live["position"], np.concatenate(again))]
 
     async def _payloads(self, due: Live, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
         """Yield positions and payloads, without those that were evicted since `due` was captured."""
@@ -261,11 +256,9 @@ class SnapshotSave:
             ids = self._catalog.ids[at : min(at + PROMPTS_PER_READ, num_prompts)]
             with redis_errors("read the prompts"):
                 lines += [text + b"\n" for text in await self._context.redis.hmget(self._context.keys.prompts, ids)]
-            if sum(map(len, lines)) > OBJECT_BYTES:
+            if sum(map(len, lines)) > OBJECT_BYTES or at + PROMPTS_PER_READ >= num_prompts:
                 objects.append(await self.writer.put("prompts", len(objects), "jsonl", lines))
                 lines = []
-        if lines:
-            objects.append(await self.writer.put("prompts", len(objects), "jsonl", lines))
         return objects
 
     def _start_params(self) -> str | None:

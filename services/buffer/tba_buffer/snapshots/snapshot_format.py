@@ -24,12 +24,7 @@ from tba.fields import first_problem
 from tba.store import ObjectStore
 from tba.wire import StoredObject
 from tba.wire.codec import Document, pack, unpack
-from tba.wire.snapshot_manifest import (
-    SnapshotManifest,
-    SnapshotSource,
-    decode_snapshot_manifest,
-    snapshot_names,
-)
+from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest, snapshot_names
 
 SCHEMA = 1
 OBJECT_BYTES = 8 << 20
@@ -173,7 +168,16 @@ class SnapshotReader:
         """
         found = []
         for _, number, offset, num_bytes in places.tolist():
-            data = await self._object(number)
+            if number not in self._held:
+                if number >= len(self._manifest.rollouts):
+                    raise MalformedError(
+                        f"the live table names rollouts object {number}, there are {len(self._manifest.rollouts)}"
+                    )
+                self._held[number] = await self._get(self._manifest.rollouts[number])
+                if len(self._held) > MAX_OBJECTS_HELD:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(number)
+            data = self._held[number]
             if offset + num_bytes > len(data):
                 raise MalformedError(
                     f"{self._manifest.rollouts[number].key} has {len(data)} bytes; the live table names a rollout at "
@@ -196,19 +200,6 @@ class SnapshotReader:
                 raise MalformedError(
                     f"{stored.key} holds something that is not a prompt: {first_problem(error)}"
                 ) from None
-
-    async def _object(self, number: int) -> bytes:
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number]
-        if number >= len(self._manifest.rollouts):
-            raise MalformedError(
-                f"the live table names rollouts object {number}, there are {len(self._manifest.rollouts)}"
-            )
-        self._held[number] = await self._get(self._manifest.rollouts[number])
-        while len(self._held) > MAX_OBJECTS_HELD:
-            self._held.popitem(last=False)
-        return self._held[number]
 
     async def _get(self, stored: StoredObject) -> bytes:
         data = await in_thread(lambda: self._store.get(stored.key))

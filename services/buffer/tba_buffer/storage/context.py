@@ -179,13 +179,13 @@ class Scripts:
         return int(reply)
 
     def _pack(self, args: Mapping[str, Any]) -> bytes:
-        # Lua reads only the text type of msgpack
-        texts = {name: _text_of(value) for name, value in args.items() if isinstance(value, bytes)}
+        # Lua reads only the text type of msgpack (0xdb and the length)
+        texts = {
+            name: msgspec.Raw(b"\xdb" + len(value).to_bytes(4, "big") + value)
+            for name, value in args.items()
+            if isinstance(value, bytes)
+        }
         return msgspec.msgpack.encode({"epoch": self._epoch.number, **args, **texts})
-
-
-def _text_of(data: bytes) -> msgspec.Raw:
-    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
 class Signal:
@@ -366,41 +366,28 @@ async def read_lines(
     return found, end if lines and end < num_lines else None
 
 
-def _text(text: bytes | None) -> str | None:
-    return None if text is None else text.decode(errors="replace")
-
-
-def _version(text: bytes | None) -> str | None:
-    return None if text is None else str(PolicyVersion.parse(text.decode()))
-
-
-def _versions(text: bytes | None) -> list[PolicyVersion] | None:
-    return None if text is None else [PolicyVersion.parse(name) for name in text.decode().split()]
-
-
-def _change(text: bytes | None) -> RunChange | None:
-    return None if text is None else RunChange.model_validate_json(text)
-
-
-def _rollback(text: bytes | None) -> RollbackInfo | None:
-    return None if text is None else RollbackInfo.model_validate_json(text)
-
-
-def _field(name: str, parse: Callable[[bytes | None], T]) -> cached_property[T]:
-    """Define a field of RunHash: its name and its parser."""
+def _field(name: str, parse: Callable[[bytes], T], absent: T = None) -> cached_property[T]:
+    """Define a field of RunHash: its name, its parser, and its value where Redis has none."""
 
     def read(run: RunHash) -> T:
-        return needed(run.context.keys.run, name, lambda: parse(run.raw.get(name.encode())))
+        text = run.raw.get(name.encode())
+        return absent if text is None else needed(run.context.keys.run, name, partial(parse, text))
 
     return cached_property(read)
 
 
-def _state(text: bytes | None) -> RunState:
-    # a run has no state before its first change: it is running from the beginning
-    state = "running" if text is None else text.decode()
+def _state(text: bytes) -> RunState:
+    state = text.decode()
     if state not in get_args(RunState):
         raise ValueError(f"it is {state[:100]!r}")
     return cast(RunState, state)
+
+
+def _version(text: bytes) -> str:
+    return str(PolicyVersion.parse(text.decode()))
+
+
+_text = partial(str, encoding="utf-8", errors="replace")
 
 
 class RunHash:
@@ -414,22 +401,23 @@ class RunHash:
         raw: field -> text, the reply of HGETALL: a transaction asks for it beside other keys of the same moment.
     """
 
-    state = _field("state", _state)
-    lineage = _field("lineage", parse_number)
-    step = _field("step", parse_number)  # the last acked one of the active lineage
+    state: cached_property[RunState] = _field("state", _state, "running")  # a run has none before its first change
+    lineage = _field("lineage", parse_number, 0)
+    step = _field("step", parse_number, 0)  # the last acked one of the active lineage
     token = _field("token", _text)
     reason = _field("reason", lambda text: _text(text) or None)
     latest_version = _field("latest_version", _version)
     stored_sampling_version = _field("sampling_version", _version)
     checkpoint = _field("checkpoint", _version)
     checkpoint_key = _field("checkpoint_key", _text)
-    checkpoints_kept = _field("checkpoints_kept", _versions)  # None: no trainer has said yet
-    num_rollbacks = _field("rollbacks", parse_number)
-    rollback = _field("rollback", _rollback)
-    num_lost_changes = _field("changes_lost", parse_number)
-    num_losses_accepted = _field("losses_accepted", parse_number)
-    change = _field("change", _change)  # the last change of the state
-    origin_cursor = _field("origin_cursor", parse_cursor)
+    # None: no trainer has said yet
+    checkpoints_kept = _field("checkpoints_kept", lambda text: [*map(PolicyVersion.parse, text.decode().split())])
+    num_rollbacks = _field("rollbacks", parse_number, 0)
+    rollback = _field("rollback", RollbackInfo.model_validate_json)
+    num_lost_changes = _field("changes_lost", parse_number, 0)
+    num_losses_accepted = _field("losses_accepted", parse_number, 0)
+    change = _field("change", RunChange.model_validate_json)  # the last change of the state
+    origin_cursor = _field("origin_cursor", parse_cursor, -1)
 
     def __init__(self, context: Context, raw: Mapping[bytes, bytes | None]) -> None:
         self.context, self.raw = context, raw

@@ -104,23 +104,16 @@ class DurabilityCheck:
         if broken is None and self._process != self._process_known:
             # for this reason `require` does not wait for the lock: the reading may need a new connection, which asks it
             self.broken = READING_AGAIN
-            broken = await self._damage()
+            # damage does not change while that Redis lives, so it is found out once
+            process, broken = self._process, self.damaged
+            if broken is None and self._process_known is not None and self.on_restarted is not None:
+                broken = await self.on_restarted()
+                if broken is not None:
+                    self._process_damaged = process, broken
+            if broken is None:
+                self._process_known = process
         self.broken = broken
         self._num_connections_checked = num_connections
-
-    async def _damage(self) -> str | None:
-        """Return what is wrong with the data of a Redis that was started again."""
-        process = self._process
-        # it does not change while that Redis lives, so it is found out once
-        if self.damaged is not None:
-            return self.damaged
-        if self._process_known is not None and self.on_restarted is not None:
-            problem = await self.on_restarted()
-            if problem is not None:
-                self._process_damaged = process, problem
-                return problem
-        self._process_known = process
-        return None
 
     @property
     def damaged(self) -> str | None:
@@ -201,16 +194,24 @@ class DurabilityCheck:
         except BusyLoadingError:
             raise
         except ResponseError as error:
-            return (
-                f"Redis does not allow CONFIG GET ({error}), so it is unknown whether it keeps what it accepts",
-                None,
-            )
+            return f"Redis does not allow CONFIG GET ({error}), so it is unknown whether it keeps what it accepts", None
         info = await redis.info()
         self._process = str(info["run_id"])
         problem = self._config_problem(config) or await self._state_problem(info)
         if problem is None:
-            problem = await self._write_problem()
-        return problem, _memory_problem(config, info)
+            try:
+                await redis.unlink(PROBE)  # a write that changes nothing
+            except RedisError as error:
+                if (problem := refused_writes(error)) is None:
+                    raise
+        limit = int(config.get("maxmemory", 0))
+        used = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
+        if not limit or used < FULL_SHARE * limit:
+            return problem, None
+        return problem, (
+            f"Redis is full: it uses {used / 2**20:,.1f} MiB of its maxmemory {limit / 2**20:,.1f} MiB (OOM); raise "
+            "maxmemory, or lower buffer.max_bytes or buffer.max_rollouts and restart the buffer"
+        )
 
     def _config_problem(self, config: Mapping[str, str]) -> str | None:
         wanted = {
@@ -272,24 +273,3 @@ class DurabilityCheck:
                 raise
             return False
         return (await self.redis.info("persistence"))["aof_current_size"] > info["aof_current_size"]
-
-    async def _write_problem(self) -> str | None:
-        """Return why Redis takes no writes, found out by a write that changes nothing."""
-        try:
-            await self.redis.unlink(PROBE)
-        except RedisError as error:
-            if (state := refused_writes(error)) is None:
-                raise
-            return state
-        return None
-
-
-def _memory_problem(config: Mapping[str, str], info: Mapping[str, Any]) -> str | None:
-    limit = int(config.get("maxmemory", 0))
-    used = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
-    if not limit or used < FULL_SHARE * limit:
-        return None
-    return (
-        f"Redis is full: it uses {used / 2**20:,.1f} MiB of its maxmemory {limit / 2**20:,.1f} MiB (OOM); raise "
-        "maxmemory, or lower buffer.max_bytes or buffer.max_rollouts and restart the buffer"
-    )

@@ -84,7 +84,8 @@ class Losses:
         self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)
         """Names this start in the claims of trainers; never used again."""
-        self._acknowledged = self._at_start = 0
+        self.acknowledged = self._at_start = 0
+        """The highest number that this process was told, now and when it started."""
         self.num_lost = 0
         """Acknowledged changes that Redis does not have now."""
         self.problem: str | None = None
@@ -93,15 +94,10 @@ class Losses:
         """The last acceptance. Log positions that were read before it may belong to other rollouts now."""
 
     @property
-    def acknowledged(self) -> int:
-        """The highest number that this process was told."""
-        return self._acknowledged
-
-    @property
     def claim(self) -> str | None:
         """The token that a trainer gets, and sends with its next heartbeat; None while a loss is not accepted."""
         # the trainer keeps its older claim then: a Redis that is restored once more forgets the loss noted in it
-        return None if self.problem is not None else f"{self._process}:{self._acknowledged}"
+        return None if self.problem is not None else f"{self._process}:{self.acknowledged}"
 
     async def begin(self) -> None:
         """Begin to own the run; what Redis has now counts as acknowledged.
@@ -110,7 +106,7 @@ class Losses:
             UnavailableError: Redis did not answer.
         """
         redis = await self._read()
-        self._acknowledged = self._at_start = redis.acknowledged or 0
+        self.acknowledged = self._at_start = redis.acknowledged or 0
         self.accepted_by = redis.accepted_by
 
     async def acknowledge(self, number: int, before: int, *, epoch: int) -> bool:
@@ -127,7 +123,7 @@ class Losses:
         # a newer process counts from what it found: a trainer that heard this number would claim a loss there
         if epoch > self._epoch.number:
             return False
-        self._acknowledged = max(self._acknowledged, number)
+        self.acknowledged = max(self.acknowledged, number)
         # Redis counted up to `before` already: it has lost what was counted since
         if number <= before:
             await self._note(before - number + 1)
@@ -164,13 +160,28 @@ class Losses:
         # this process has not taken the run yet, so it was told nothing
         if not own:
             return None
-        told = self._acknowledged  # before Redis is asked: its answer may miss what is acknowledged meanwhile
+        told = self.acknowledged  # before Redis is asked: its answer may miss what is acknowledged meanwhile
         redis = await self._read()
         found, number, self.accepted_by = redis.epoch or 0, redis.acknowledged, redis.accepted_by
         if found > own:  # a newer process owns the run, and compares for itself
             return None
         self.num_lost, self.problem = max(0, told - (told if number is None else number), redis.noted or 0), None
-        if (damage := self._damage(redis)) is not None:
+        counters, run = self._keys.counters, self._keys.run
+        places = {
+            f"the buffer epoch ({self._keys.epoch})": redis.epoch,
+            f"the field acknowledged of {counters}": redis.acknowledged,
+            f"the field log_position of {counters}": redis.log_position,
+            f"the field changes_missing of {run}": redis.noted,
+        }
+        damage = None
+        if damaged := [place for place, number in places.items() if number is None]:
+            damage = f"Redis has no whole number in {' and '.join(damaged)}"
+        elif (redis.log_position or 0) < redis.log_end:
+            damage = (
+                f"{counters} is older than the rest that Redis has of this run, or a part of it is gone: its field "
+                f"log_position is {redis.log_position}, and the log ends at {redis.log_end}"
+            )
+        if damage is not None:
             self.problem = f"{damage}, so it is unknown whether acknowledged data is missing; {REMEDIES}"
         elif self.num_lost or found < own:
             starts = "" if found == own else f"; its buffer epoch is {found}, but this process has epoch {own}"
@@ -183,7 +194,7 @@ class Losses:
     def accept_args(self, role: AuditRole, reason: str | None, request_id: str) -> dict[str, Any]:
         """Return the arguments of accept_loss.lua."""
         return {
-            "acknowledged": self._acknowledged,
+            "acknowledged": self.acknowledged,
             "num_lost": self.num_lost,
             "now_s": self._clock(),
             "role": role,
@@ -194,26 +205,8 @@ class Losses:
 
     def accept(self, number: int, request_id: str) -> None:
         """Continue from this number, without what is missing."""
-        self._acknowledged = self._at_start = number
+        self.acknowledged = self._at_start = number
         self.num_lost, self.problem, self.accepted_by = 0, None, request_id.encode()
-
-    def _damage(self, redis: _Found) -> str | None:
-        counters, run = self._keys.counters, self._keys.run
-        places = {
-            f"the buffer epoch ({self._keys.epoch})": redis.epoch,
-            f"the field acknowledged of {counters}": redis.acknowledged,
-            f"the field log_position of {counters}": redis.log_position,
-            f"the field changes_missing of {run}": redis.noted,
-        }
-        damaged = [place for place, number in places.items() if number is None]
-        if damaged:
-            return f"Redis has no whole number in {' and '.join(damaged)}"
-        if (redis.log_position or 0) < redis.log_end:
-            return (
-                f"{counters} is older than the rest that Redis has of this run, or a part of it is gone: its field "
-                f"log_position is {redis.log_position}, and the log ends at {redis.log_end}"
-            )
-        return None
 
     async def _read(self) -> _Found:
         keys = self._keys

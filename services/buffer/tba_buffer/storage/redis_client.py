@@ -182,22 +182,10 @@ class _Call:
         self.replies: list[Any] = []
         self.result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
-    def settle(self) -> None:
-        """Answer with all replies."""
-        if not self.result.done():
-            self.result.set_result(self.replies)
-
     def fail(self, error: RedisError) -> None:
         """Answer with an error: there will be no reply, or it is too late."""
         if not self.result.done():
             self.result.set_exception(error)
-
-    def abandon(self) -> None:
-        """Drop the result, since nobody waits for it any more."""
-        if not self.result.done():
-            self.result.cancel()
-        elif not self.result.cancelled():
-            self.result.exception()  # asyncio complains of an exception that nobody has looked at
 
 
 class _Socket:
@@ -234,7 +222,11 @@ class _Socket:
             return await call.result
         finally:
             timeout.cancel()
-            call.abandon()
+            # nobody waits for the result any more
+            if not call.result.done():
+                call.result.cancel()
+            elif not call.result.cancelled():
+                call.result.exception()  # asyncio complains of an exception that nobody has looked at
             self._end_if_nobody_waits()
 
     async def close(self) -> None:
@@ -283,7 +275,8 @@ class _Socket:
                 call.replies.append(reply)
                 if len(call.replies) == call.num_replies:
                     self._calls.popleft()
-                    call.settle()
+                    if not call.result.done():
+                        call.result.set_result(call.replies)
         except (RedisError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
         finally:

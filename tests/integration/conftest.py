@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tba.tokens import TokensFile
-from tests.support.buffer import make_recipe
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, set_constant
+from tests.support.buffer import make_prompts, make_recipe
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, StartService, set_constant
 from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
@@ -48,6 +49,30 @@ def serve_buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterat
     yield serve
     for buffer in started:
         buffer.stop()
+
+
+@pytest.fixture
+async def start_service(redis: RedisProcess) -> AsyncIterator[StartService]:
+    """Call it with recipe sections to start a buffer without HTTP over an empty Redis; again for one more over it."""
+    from prometheus_client import CollectorRegistry
+    from tba_buffer.service import Buffer
+
+    started: list[Buffer] = []
+
+    async def start(*, num_prompts: int = 4, clock: Callable[[], float] = time.time, **sections: Any) -> Buffer:
+        sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
+        buffer = Buffer(make_recipe(**sections), CollectorRegistry(), clock=clock)
+        if not started:
+            await buffer.context.redis.flushall()
+        started.append(buffer)
+        await buffer.start()
+        if num_prompts:
+            await buffer.catalog.upload(make_prompts(num_prompts))
+        return buffer
+
+    yield start
+    for buffer in started:
+        await buffer.stop()
 
 
 @pytest.fixture

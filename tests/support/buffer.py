@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
 
 
-def make_recipe(*, run: str = "test", **sections: dict[str, Any]) -> Recipe:
+def make_recipe(*, run: str | dict[str, Any] = "test", **sections: dict[str, Any]) -> Recipe:
     """A small recipe; sections override its values, for example `sampling={"group_size": 4}`."""
     document: dict[str, dict[str, Any]] = {
-        "run": {"name": run},
+        "run": {"name": run} if isinstance(run, str) else run,
         "model": {"path": "models/none"},
         "data": {"generator": "addition"},
         "objective": {"preset": "tb"},

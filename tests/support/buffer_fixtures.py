@@ -6,15 +6,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import pytest
+from tba_buffer.service import Buffer
 from tba_buffer.storage.redis_client import BytesRedis
 
+from tba.api import LineageReply
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.tokens import TokensFile
+from tests.support.buffer import begin_run
 from tests.support.waits import DEADLINE_S
 
 _served: dict[str, BufferThread] = {}
@@ -54,6 +57,11 @@ class BufferThread:
         """A client that, by default, does not retry."""
         self._clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
         return self._clients[-1]
+
+    def begin(self, num_train: int, num_heldout: int = 0, *, per_prompt: int = 0) -> tuple[BufferClient, LineageReply]:
+        """Begin a run as `begin_run` does."""
+        client = self.client()
+        return client, begin_run(client, num_train, num_heldout, per_prompt=per_prompt)
 
     def hold_little(self) -> None:
         """Let the system hold little of the data that a client has not read, from now on."""
@@ -105,3 +113,4 @@ def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> N
 
 
 ServeBuffer = Callable[..., BufferThread]
+StartService = Callable[..., Awaitable["Buffer"]]

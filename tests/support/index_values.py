@@ -11,6 +11,7 @@ import numpy as np
 from tba_buffer.index.log import CHANGE_DTYPE, RECORD_DTYPE, STATUS_CODES, Event, Evicted, Rescored, RolloutsAdded
 from tba_buffer.index.rollout_index import Index, IndexSettings
 
+from tba.config.sections import SamplingSection
 from tba.versions import START, PolicyVersion
 
 
@@ -69,6 +70,12 @@ def make_index(*events: Event, **settings: Any) -> Index:
     for event in events:
         index.apply(event)
     return index
+
+
+def make_sampling(*, inverse_temperature: float = 0.0, **changes: Any) -> SamplingSection:
+    """Settings of draws: one slot of two rollouts, from all of them, unless `changes` say otherwise."""
+    plain = {"prompts_per_batch": 1, "group_size": 2, "most_on_policy_prob": 0.0}
+    return SamplingSection(reward_inverse_temperature=inverse_temperature, **{**plain, **changes})
 
 
 def index_of(rewards: Sequence[Sequence[float]], **settings: Any) -> Index:

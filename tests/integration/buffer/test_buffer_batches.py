@@ -10,7 +10,6 @@ from redis import Redis
 
 from tba.api import (
     AckRequest,
-    BatchRequest,
     CheckpointRequest,
     LeaseRequest,
     LedgerEntry,
@@ -25,24 +24,22 @@ from tba.errors import BadRequestError, BusyError, ConflictError, FencedError, R
 from tba.versions import START, PolicyVersion
 from tba.wire import Batch, encode_rollout
 from tba_cli.reports.ledger import LedgerCheck, batch_entries, ledger_lines, lineage_tree
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import make_payloads, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.leases import draw
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import DEADLINE_S, until
 
 
 def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:
-    client = serve_buffer(**sections).client()
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
-    return client, lineage
+    return serve_buffer(**sections).begin(8, per_prompt=6)
 
 
-def draw(client: BufferClient, lineage: LineageReply, step: int, wait_s: float = 0.0) -> Batch:
-    return client.draw_batch(
-        BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=wait_s)
-    )
+def wait_of(client: BufferClient, lineage: LineageReply, step: int, wait_s: float = 0.0) -> str:
+    """What the draw of a step waits for."""
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, step, wait_s)
+    return caught.value.wait
 
 
 def acked(client: BufferClient) -> list[LedgerEntry]:
@@ -50,16 +47,9 @@ def acked(client: BufferClient) -> list[LedgerEntry]:
 
 
 def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch, ages: list[int] | None = None) -> None:
-    client.ack(
-        batch.batch_id,
-        AckRequest(
-            lineage=lineage.lineage,
-            step=step,
-            token=lineage.token,
-            metrics={"loss": 0.5 * step, "missing": None},
-            policy_ages=[] if ages is None else ages,
-        ),
-    )
+    metrics = {"loss": 0.5 * step, "missing": None}
+    who = {"lineage": lineage.lineage, "step": step, "token": lineage.token}
+    client.ack(batch.batch_id, AckRequest(**who, metrics=metrics, policy_ages=ages or []))
 
 
 def test_a_batch_has_k_rollouts_of_one_prompt_per_slot(serve_buffer: ServeBuffer) -> None:
@@ -119,14 +109,6 @@ def test_a_repeated_draw_for_one_step_answers_the_same_batch(serve_buffer: Serve
     with pytest.raises(ConflictError, match="has acked its steps up to 1"):
         draw(client, lineage, 1)
     assert client.stats().rollouts_drawn == 32
-
-
-def test_an_open_batch_is_answered_again_even_while_another_would_have_to_wait(serve_buffer: ServeBuffer) -> None:
-    client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 1})
-    batch = draw(client, lineage, 1)
-    with pytest.raises(BusyError, match="generating phase"):
-        draw(client, lineage, 2)
-    assert draw(client, lineage, 1).batch_id == batch.batch_id
 
 
 def test_a_batch_whose_deadline_is_near_is_not_answered_again(serve_buffer: ServeBuffer) -> None:
@@ -324,12 +306,8 @@ def test_a_lineage_starts_from_a_version_that_was_made(serve_buffer: ServeBuffer
 
 def test_a_draw_waits_for_rollouts_and_is_woken_by_them(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
-    client = buffer.client()
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
-    with pytest.raises(BusyError) as caught:
-        draw(client, lineage, 1, wait_s=0.2)
-    assert caught.value.wait == "rollouts"
+    client, lineage = buffer.begin(8)
+    assert wait_of(client, lineage, 1, wait_s=0.2) == "rollouts"
     batches: list[Batch] = []
     thread = threading.Thread(target=lambda: batches.append(draw(buffer.client(), lineage, 1, wait_s=60)))
     thread.start()
@@ -344,9 +322,7 @@ def test_paused_draws_wait_and_stopping_ends_them(serve_buffer: ServeBuffer) -> 
     client, lineage = filled(serve_buffer)
     batch = draw(client, lineage, 1)
     assert client.command("pause", RunCommand(reason="look")).state_reason == "look"
-    with pytest.raises(BusyError) as caught:
-        draw(client, lineage, 2)
-    assert caught.value.wait == "run-paused"
+    assert wait_of(client, lineage, 2) == "run-paused"
     client.command("resume", RunCommand())
     draw(client, lineage, 2)
     client.command("stop", RunCommand())
@@ -402,22 +378,8 @@ def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: Serv
     assert stats.slots["fallback"] == 1
 
 
-def test_samples_per_insert_holds_the_trainer_back(serve_buffer: ServeBuffer) -> None:
-    sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
-    client, lineage = filled(serve_buffer, sampling=sampling)
-    for step in range(1, 5):
-        ack(client, lineage, step, draw(client, lineage, step))
-    with pytest.raises(BusyError) as caught:
-        draw(client, lineage, 5)
-    assert caught.value.wait == "samples-per-insert"
-    client.push(make_payloads(["train-0"], per_prompt=16))
-    draw(client, lineage, 5)
-
-
 def test_rollouts_without_a_reward_hold_generation_back_under_a_name_of_their_own(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16}).client()
-    client.upload_prompts(make_prompts(8))
-    start_lineage(client)
+    client, _ = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16}).begin(8)
     request = LeaseRequest(searcher_id="s", max_leases=1)
     client.push([encode_rollout(make_rollout(reward=None)) for _ in range(16)])
     reply = client.lease(request)
@@ -442,9 +404,7 @@ def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: Ser
     client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 2})
     for step in (1, 2):
         ack(client, lineage, step, draw(client, lineage, step))
-    with pytest.raises(BusyError) as caught:
-        draw(client, lineage, 3)
-    assert caught.value.wait == "alternate-generate"
+    assert wait_of(client, lineage, 3) == "alternate-generate"
     client.announce_version(VersionRequest(version="1-2", token=lineage.token))
     with pytest.raises(BusyError):
         draw(client, lineage, 3)
@@ -472,9 +432,7 @@ def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no
         lineage = start_lineage(client, mark=False)
     draw(client, lineage, 3)
     draw(client, lineage, 4)
-    with pytest.raises(BusyError) as caught:
-        draw(client, lineage, 5)
-    assert caught.value.wait == "alternate-generate"
+    assert wait_of(client, lineage, 5) == "alternate-generate"
 
 
 def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer) -> None:
@@ -484,11 +442,11 @@ def test_a_void_batch_of_this_interval_is_drawn_again(serve_buffer: ServeBuffer)
         trainer={"sync_interval": 1},
         buffer={"batch_deadline_s": 1000.0},
     )
-    draw(client, lineage, 1)
-    with pytest.raises(BusyError, match="generating phase"):
-        draw(client, lineage, 2)
+    batch = draw(client, lineage, 1)
+    assert wait_of(client, lineage, 2) == "alternate-generate"
+    assert draw(client, lineage, 1).batch_id == batch.batch_id, "an open batch waits for nothing"
     later(client, 1001.0)
-    assert draw(client, lineage, 1).batch_id
+    assert draw(client, lineage, 1).batch_id != batch.batch_id
     lineage = start_lineage(client, mark=False)
     assert draw(client, lineage, 1).batch_id
 

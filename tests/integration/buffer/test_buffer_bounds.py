@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry
 from redis.exceptions import OutOfMemoryError
 from tba_buffer import service as buffer_module
 from tba_buffer.eviction import evictor
@@ -21,30 +20,16 @@ from tba.api import AckRequest, BatchRequest, LineageRequest, VersionRequest
 from tba.errors import UnavailableError
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Rollout, decode_batch, encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import copy_of, go_back
-from tests.support.redis_process import RedisProcess
+from tests.support.buffer import make_rollout
+from tests.support.buffer_fixtures import StartService, copy_of, go_back
 
 Start = Callable[..., Awaitable[Buffer]]
 
 
 @pytest.fixture
-async def start(redis: RedisProcess) -> AsyncIterator[Start]:
-    """Call it with settings of the buffer section; the first call empties Redis."""
-    started: list[Buffer] = []
-
-    async def start(**settings: Any) -> Buffer:
-        buffer = Buffer(make_recipe(buffer={"redis_url": redis.url, **settings}), CollectorRegistry())
-        if not started:
-            await buffer.context.redis.flushall()
-        started.append(buffer)
-        await buffer.start()
-        await buffer.catalog.upload(make_prompts(4))
-        return buffer
-
-    yield start
-    for buffer in started:
-        await buffer.stop()
+def start(start_service: StartService) -> Start:
+    """Call it with settings of the buffer section."""
+    return lambda **settings: start_service(buffer=settings)
 
 
 async def push(buffer: Buffer, *rollouts: Rollout) -> list[str]:
@@ -83,16 +68,6 @@ async def start_lineage(buffer: Buffer, parent: str = "0-0", *, announce: str | 
         await buffer.lineages.publish(VersionRequest(version=announce, token=lineage.token))
 
 
-async def test_the_oldest_go_beyond_the_cap_in_items(start: Start) -> None:
-    buffer = await start(max_rollouts=10)
-    rollouts = [make_rollout(num_tokens=tokens) for tokens in (3, 16, 17, 64, 65)] + [make_rollout() for _ in range(8)]
-    assert await push(buffer, *rollouts) == ["new"] * 13
-    assert await stored(buffer) == [rollout.rollout_id for rollout in rollouts[3:]]
-    assert await evicted(buffer) == {"max_rollouts": 3}
-    await push(buffer, make_rollout(), make_rollout())
-    assert await evicted(buffer) == {"max_rollouts": 5}
-
-
 async def test_of_nearly_the_same_responses_the_better_one_stays_also_after_a_restart(start: Start) -> None:
     buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
 
@@ -121,29 +96,21 @@ def of_tokens(first: int, last: int, reward: float) -> Rollout:
     return make_rollout(num_tokens=8, response_tokens=tokens, reward=reward)
 
 
-async def test_what_redis_has_lost_is_near_to_nothing(start: Start) -> None:
+@pytest.mark.parametrize("is_near", [False, True])
+async def test_what_redis_has_lost_is_near_to_nothing_and_what_stands_in_its_place_is_compared(
+    start: Start, is_near: bool
+) -> None:
     """Its log positions are given out again, to others."""
     buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
     earlier = await copy_of(buffer.context.redis)
     await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
     await go_back(buffer.context.redis, earlier)
     await buffer.recovery.accept("operator", None)
-    others = [of_tokens(100 * n, 0, 5.0) for n in range(11, 15)]
+    others = [of_tokens(1100, n, 5.0) if is_near else of_tokens(100 * n, 0, 5.0) for n in range(11, 15)]
     await push(buffer, *others)
     again = [of_tokens(100 * n, 0, 1.0) for n in range(1, 5)]
     await push(buffer, *again)
-    assert await stored(buffer) == [rollout.rollout_id for rollout in (*others, *again)]
-
-
-async def test_what_stands_where_something_was_lost_is_compared(start: Start) -> None:
-    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
-    earlier = await copy_of(buffer.context.redis)
-    await push(buffer, *(of_tokens(100 * n, 0, 5.0) for n in range(1, 5)))
-    await go_back(buffer.context.redis, earlier)
-    await buffer.recovery.accept("operator", None)
-    near = [of_tokens(100, last, 5.0) for last in range(4)]
-    await push(buffer, *near)
-    assert await stored(buffer) == [near[0].rollout_id]
+    assert await stored(buffer) == [rollout.rollout_id for rollout in (*others[: 1 if is_near else 4], *again)]
 
 
 async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_place(
@@ -168,20 +135,21 @@ async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_othe
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
     buffer = await start(deduplicate=True)
-    evict = buffer.evictor._evict
+    run = buffer.context.scripts.run
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
 
-    async def evict_after_a_loss(arguments: Any) -> None:
-        monkeypatch.setattr(buffer.evictor, "_evict", evict)
-        with monkeypatch.context() as patch:
-            patch.setattr(buffer.evictor, "record_added", lambda num_new, num_bytes: False)
-            await go_back(buffer.context.redis, earlier)
-            await buffer.recovery.accept("operator", None)
-            await push(buffer, other)  # takes the position of the one that is to go
-        await evict(arguments)
+    async def evict_after_a_loss(name: str, *payloads: bytes, **args: Any) -> Any:
+        if name == "evict":
+            monkeypatch.setattr(buffer.context.scripts, "run", run)
+            with monkeypatch.context() as patch:
+                patch.setattr(buffer.evictor, "record_added", lambda num_new, num_bytes: False)
+                await go_back(buffer.context.redis, earlier)
+                await buffer.recovery.accept("operator", None)
+                await push(buffer, other)  # takes the position of the one that is to go
+        return await run(name, *payloads, **args)
 
-    monkeypatch.setattr(buffer.evictor, "_evict", evict_after_a_loss)
+    monkeypatch.setattr(buffer.context.scripts, "run", evict_after_a_loss)
     with pytest.raises(UnavailableError, match="try again"):
         await push(buffer, *same)
     assert await stored(buffer) == [other.rollout_id]
@@ -371,17 +339,3 @@ async def test_a_redis_that_is_out_of_memory_still_evicts(start: Start) -> None:
         await client.config_set("maxmemory", 0)
     assert await stored(buffer) == []
     assert (await evicted(buffer))["policy_age"] == 10
-
-
-async def test_a_buffer_whose_upkeep_has_failed_is_not_ready(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 0.01)
-    buffer = await start()
-    assert await buffer.ready() is None
-
-    async def broken() -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(buffer.evictor, "enforce", broken)
-    while (problem := await buffer.ready()) is None:
-        await asyncio.sleep(0)
-    assert "the background upkeep has failed (ValueError('a bug'))" in problem

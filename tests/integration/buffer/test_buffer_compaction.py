@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from tba_buffer.service import Buffer
 
 from tba.api import LineageRequest, VersionRequest
 from tba.errors import UnavailableError
-from tests.support.buffer import make_payloads, make_prompts, make_recipe
-from tests.support.buffer_fixtures import copy_of, go_back
+from tests.support.buffer import make_payloads, make_recipe
+from tests.support.buffer_fixtures import StartService, copy_of, go_back
 from tests.support.index_values import fingerprint
 from tests.support.redis_process import RedisProcess, start_redis
 
@@ -33,23 +32,19 @@ def redis(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
+async def buffer(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> Buffer:
     """20 live rollouts of 40, and a publication; nothing that upkeep reads or writes comes in between."""
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    started = new_buffer(redis)
-    await started.start()
-    await started.catalog.upload(make_prompts(4))
+    started = await start_service(buffer={"max_rollouts": 20})
     lineage = await started.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(started)
     await started.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
     await push(started)
-    yield started
-    await started.stop()
+    return started
 
 
-def new_buffer(redis: RedisProcess, max_rollouts: int = 20) -> Buffer:
-    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": max_rollouts})
-    return Buffer(recipe, CollectorRegistry())
+def new_buffer(redis: RedisProcess) -> Buffer:
+    return Buffer(make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 20}), CollectorRegistry())
 
 
 def new_writer(buffer: Buffer) -> Compactor:
@@ -247,50 +242,42 @@ async def test_a_log_with_a_hole_is_a_clear_state_and_not_a_wrong_index(buffer: 
         await fingerprint_of_restart(redis)
 
 
-async def test_a_redis_that_lost_its_end_and_has_grown_again_is_noticed(redis: RedisProcess) -> None:
+async def test_a_redis_that_lost_its_end_and_has_grown_again_is_noticed(start_service: StartService) -> None:
     """With appendfsync everysec, the log can end at the same position in another history."""
-    buffer = new_buffer(redis, max_rollouts=1000)
-    await buffer.start()
-    try:
-        client, keys = buffer.context.redis, buffer.context.keys
-        await buffer.catalog.upload(make_prompts(4))
+    buffer = await start_service()
+    client, keys = buffer.context.redis, buffer.context.keys
+    await push(buffer)
+    earlier = await copy_of(client)
+    await push(buffer)
+    assert (await buffer.view.catch_up()).position == 40
+    await go_back(client, earlier)
+    with pytest.raises(UnavailableError, match="lost data of this run: 1 acknowledged changes"):
         await push(buffer)
-        earlier = await copy_of(client)
-        await push(buffer)
-        assert (await buffer.view.catch_up()).position == 40
-        await go_back(client, earlier)
-        with pytest.raises(UnavailableError, match="lost data of this run: 1 acknowledged changes"):
-            await push(buffer)
-        await buffer.recovery.accept("operator", None)
-        index = await buffer.view.catch_up()
-        assert index.position == 40
-        assert set(index.rollout_ids(index.live_rows())) == set(await client.hkeys(keys.payloads))
-    finally:
-        await buffer.stop()
+    await buffer.recovery.accept("operator", None)
+    index = await buffer.view.catch_up()
+    assert index.position == 40
+    assert set(index.rollout_ids(index.live_rows())) == set(await client.hkeys(keys.payloads))
 
 
-async def test_of_two_that_accept_a_loss_at_once_one_does(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = new_buffer(redis)
-    await buffer.start()
-    try:
-        client, keys, reread = buffer.context.redis, buffer.context.keys, buffer.view.reread
-        await buffer.catalog.upload(make_prompts(4))
-        earlier = await copy_of(client)
-        await push(buffer)
-        await go_back(client, earlier)
-        others: list[asyncio.Task[None]] = []
+async def test_of_two_that_accept_a_loss_at_once_one_does(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = await start_service()
+    client, keys, reread = buffer.context.redis, buffer.context.keys, buffer.view.reread
+    earlier = await copy_of(client)
+    await push(buffer)
+    await go_back(client, earlier)
+    others: list[asyncio.Task[None]] = []
 
-        async def reread_while_another_accepts() -> None:
-            if not others:
-                others.append(asyncio.create_task(buffer.recovery.accept("operator", "the second")))
-                await asyncio.wait(others, timeout=1.0)  # it waits for the first
-            await reread()
+    async def reread_while_another_accepts() -> None:
+        if not others:
+            others.append(asyncio.create_task(buffer.recovery.accept("operator", "the second")))
+            await asyncio.wait(others, timeout=1.0)  # it waits for the first
+        await reread()
 
-        monkeypatch.setattr(buffer.view, "reread", reread_while_another_accepts)
-        await buffer.recovery.accept("operator", "the first")
-        await others[0]
-        lines = [json.loads(line) for line in await client.lrange(keys.run_changes, 0, -1)]
-        assert [line["reason"] for line in lines] == ["the first"]
-        assert await client.hget(keys.run, "losses_accepted") == b"1"
-    finally:
-        await buffer.stop()
+    monkeypatch.setattr(buffer.view, "reread", reread_while_another_accepts)
+    await buffer.recovery.accept("operator", "the first")
+    await others[0]
+    lines = [json.loads(line) for line in await client.lrange(keys.run_changes, 0, -1)]
+    assert [line["reason"] for line in lines] == ["the first"]
+    assert await client.hget(keys.run, "losses_accepted") == b"1"

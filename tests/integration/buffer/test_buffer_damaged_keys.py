@@ -12,11 +12,11 @@ from tba_buffer.storage.keys import Keys
 
 from tba.api import (
     AckRequest,
-    BatchRequest,
     CheckpointRequest,
     EvalResult,
     EvalResults,
     LeaseReturn,
+    LineageRequest,
     RunCommand,
     SettingsRequest,
     TrainedRollouts,
@@ -24,11 +24,12 @@ from tba.api import (
 )
 from tba.config import parse_live
 from tba.errors import TbaError, UnavailableError
-from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, encode_rollout
-from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
+from tba.versions import PolicyVersion
+from tba.wire import STARTED_AT_S, WAITED_S, Batch, encode_rollout
+from tests.support.buffer import begin_run, make_heartbeat, make_payloads, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import ask
-from tests.support.leases import lease, request_eval
+from tests.support.leases import draw, lease, request_eval
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
@@ -47,6 +48,7 @@ DECISIVE = {
     "settings": ("revision",),
 }
 """Fields that are damaged alone: they say how the run stands, so what needs them may be refused with their name."""
+NEEDED_FOR_LEASES = ("step", "latest_version", "rollback")
 ONE_BY_ONE = [(key, field) for key, fields in DECISIVE.items() for field in fields]
 ABSENT = {"log_checkpoint": b"hash", "scaling": b"hash", "scaling_changes": b"list"}
 ABSENT |= {"scaling_requests": b"hash"}
@@ -62,8 +64,7 @@ class World:
         self.buffer = serve(sampling=sampling, eval={"timeout_s": 20_000.0})
         self.client = client = self.buffer.client()
         self.store = Redis.from_url(server.url)
-        client.upload_prompts(make_prompts(4, 3))
-        start_lineage(client)
+        begin_run(client, 4, 3)
         self.lineage = start_lineage(client)
         client.push(make_payloads([f"train-{i}" for i in range(4)]))
         client.change_settings(SettingsRequest(settings=parse_live({"sampling_temperature": 0.5})))
@@ -87,22 +88,11 @@ class World:
         client.command("resume", RunCommand())
 
     def beat(self) -> None:
-        self.client.heartbeat(
-            Heartbeat(
-                component_id="t",
-                kind="trainer",
-                run="test",
-                state="x",
-                version=None,
-                wait=None,
-                gauges={STARTED_AT_S: 5.0, f"{WAITED_S}batch": 1.0},
-            )
-        )
+        gauges = {STARTED_AT_S: 5.0, f"{WAITED_S}batch": 1.0}
+        self.client.heartbeat(make_heartbeat("t", "trainer", gauges=gauges))
 
-    def draw(self, step: int) -> Any:
-        lineage = self.lineage
-        request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token, wait_s=0.0)
-        return self.client.draw_batch(request)
+    def draw(self, step: int) -> Batch:
+        return draw(self.client, self.lineage, step)
 
     def push(self) -> None:
         self.client.push([encode_rollout(make_rollout())])
@@ -197,6 +187,44 @@ def test_what_a_trainer_announces_is_refused_with_the_name_of_the_damaged_lineag
             world.client.register_checkpoint(CheckpointRequest(token=token, version=announced, key="none"))
 
 
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("counters", name) for name in DECISIVE["counters"]] + [("run", name) for name in NEEDED_FOR_LEASES],
+)
+def test_what_leases_cannot_do_without_makes_the_service_not_ready_until_it_is_restored(
+    serve_buffer: ServeBuffer, redis: RedisProcess, key: str, field: str
+) -> None:
+    url, name = serve_buffer().url, getattr(KEYS, key)
+    with Redis.from_url(redis.url) as store:
+        whole: Any = store.hget(name, field)
+        store.hset(name, field, b"\xff")
+        until("not ready, by name", lambda: (reply := ask(url, "/readyz"))[0] == 503 and field.encode() in reply[1])
+        if whole is None:
+            store.hdel(name, field)
+        else:
+            store.hset(name, field, whole)
+    until("ready", lambda: ask(url, "/readyz")[0] == 200)
+
+
+def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+    server = serve_buffer(buffer={"max_policy_age_steps": 10})
+    client = server.client()
+    first = begin_run(client, 4).lineage
+    with Redis.from_url(redis.url) as store:
+        store.hset(KEYS.run, mapping={"step": 100, "checkpoint": f"{first}-100"})
+        second = client.new_lineage(LineageRequest(trainer_id="t", parent=f"{first}-100")).lineage
+        version = PolicyVersion(second, 100)
+        client.push([encode_rollout(make_rollout(version=version)) for _ in range(5)])
+        store.hset(KEYS.run, "lineage", b"\xff")
+        until("noticed", lambda: b"lineage" in ask(server.url, "/readyz")[1])
+        # the bounds are enforced after every push, and nobody knows how old a rollout is
+        with pytest.raises(UnavailableError, match="the field lineage of tba:test:run in Redis cannot be read"):
+            server.client(retry_s=0.0).push([encode_rollout(make_rollout(version=version))])
+        store.hset(KEYS.run, "lineage", second)
+        until("ready", lambda: ask(server.url, "/readyz")[0] == 200)
+        assert client.stats().num_rollouts == 6
+
+
 def test_one_look_of_the_upkeep_that_fails_is_not_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def damaged(_: Buffer) -> None:
         raise ValueError("something in Redis is no number")
@@ -221,9 +249,7 @@ def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, red
     buffer = serve_buffer(buffer={"max_rollouts": 2}, sampling={"min_size_to_sample": 1, "prompts_per_batch": 1})
     with Redis.from_url(redis.url) as store:
         store.hset(KEYS.counters, "evicted:max_rollouts", b"\xff")
-        client = buffer.client()
-        client.upload_prompts(make_prompts(4, 3))
-        start_lineage(client)
+        client, _ = buffer.begin(4, 3)
         for _ in range(3):
             client.push(make_payloads(["train-0", "train-1"]))
         assert store.hlen(KEYS.payloads) == 2

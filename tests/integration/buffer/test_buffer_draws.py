@@ -6,12 +6,10 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 from redis import Redis
 from tba_buffer.run.state import RunSnapshot
 from tba_buffer.service import Buffer
@@ -21,8 +19,8 @@ from tba.clients import BufferClient
 from tba.errors import BusyError, UnavailableError
 from tba.wire import Batch
 from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, start_lineage
-from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.buffer import make_payloads, make_prompts
+from tests.support.buffer_fixtures import ServeBuffer, StartService
 from tests.support.redis_process import RedisProcess
 
 # ---- How long a draw waits, and what it says that it waits for, whatever the wall clock and other draws do ----------
@@ -61,20 +59,9 @@ def request_of(lineage: LineageReply, step: int, wait_s: float = 0.0) -> BatchRe
 
 
 @pytest.fixture
-async def start(redis: RedisProcess, clock: WallClock) -> AsyncIterator:
-    started = []
-
-    async def starter(**sampling: object) -> Buffer:
-        recipe = make_recipe(buffer={"redis_url": redis.url}, sampling=sampling, trainer={"sync_interval": 2})
-        buffer = Buffer(recipe, CollectorRegistry(), clock=clock)
-        await buffer.context.redis.flushall()
-        await buffer.start()
-        started.append(buffer)
-        return buffer
-
-    yield starter
-    for buffer in started:
-        await buffer.stop()
+def start(start_service: StartService, clock: WallClock) -> StartService:
+    """Call it with settings of the sampling section."""
+    return lambda **sampling: start_service(clock=clock, sampling=sampling, trainer={"sync_interval": 2})
 
 
 @pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
@@ -169,11 +156,7 @@ BATCH = 16
 
 
 def filled(serve_buffer: ServeBuffer, **sections: dict) -> tuple[BufferClient, LineageReply]:
-    client = serve_buffer(**sections).client()
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
-    return client, lineage
+    return serve_buffer(**sections).begin(8, per_prompt=6)
 
 
 def draw_or_none(client: BufferClient, lineage: LineageReply, step: int) -> Batch | None:
@@ -228,10 +211,7 @@ def test_draws_at_once_never_overshoot_an_alternate_interval(serve_buffer: Serve
 def test_a_batch_is_whole_however_much_is_evicted_meanwhile(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     """Every push evicts a sixth of what is stored, while a trainer trains and two draws run ahead of it."""
     buffer = serve_buffer(buffer={"max_rollouts": 48})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
-    client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=6))
+    client, lineage = buffer.begin(8, per_prompt=6)
     over = threading.Event()
 
     def push_on() -> int:

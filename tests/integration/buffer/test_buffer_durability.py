@@ -7,7 +7,8 @@ import json
 import resource
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -47,18 +48,24 @@ class World(RedisWorld):
         super().stop()
 
 
+def fill(admin: Client) -> None:
+    for i in range(200):
+        admin.set(f"key-{i}", b"x" * 10_000)
+
+
 @pytest.mark.parametrize(
-    ("name", "bad", "good", "says"),
+    ("name", "bad", "good"),
     [
-        ("appendfsync", "everysec", "always", "appendfsync everysec"),
-        ("appendonly", "no", "yes", "appendonly no"),
-        ("no-appendfsync-on-rewrite", "yes", "no", "no-appendfsync-on-rewrite yes"),
-        ("aof-load-truncated", "yes", "no", "aof-load-truncated yes"),
+        ("appendfsync", "everysec", "always"),
+        ("appendonly", "no", "yes"),
+        ("no-appendfsync-on-rewrite", "yes", "no"),
+        ("aof-load-truncated", "yes", "no"),
     ],
 )
 def test_a_setting_that_is_not_durable_stops_every_write_until_it_is_fixed(
-    world: World, name: str, bad: str, good: str, says: str
+    world: World, name: str, bad: str, good: str
 ) -> None:
+    says = f"{name} {bad}"
     world.admin.config_set(name, bad)
     world.refused(says)
     with pytest.raises(UnavailableError, match=says):
@@ -142,87 +149,59 @@ def test_nothing_is_acknowledged_by_a_redis_that_came_back_with_another_policy(w
     assert world.client.stats().num_rollouts >= before
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--appendonly", "no"), "appendonly no"),
-        (EVERYSEC, "appendfsync everysec"),
-        ((*DURABLE, "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru"), "maxmemory-policy allkeys-lru"),
-    ],
-)
-async def test_the_service_does_not_start_over_a_redis_that_is_less_durable(
-    tmp_path: Path, options: tuple[str, ...], says: str
-) -> None:
-    redis = start_redis(tmp_path, options=options)
-    durability = DurabilityCheck(RedisAccess(redis.url))
-    try:
-        with pytest.raises(ConfigError, match=says):
-            await durability.check_at_start()
-    finally:
-        await durability.redis.aclose()
-        redis.stop()
+@asynccontextmanager
+async def checked(redis: RedisProcess) -> AsyncIterator[tuple[DurabilityCheck, Client]]:
+    """A Redis that runs, and its checks and administrator; all end with the block."""
+    async with aclosing(DurabilityCheck(RedisAccess(redis.url))) as durability:
+        with Client.from_url(redis.url) as admin:
+            try:
+                yield durability, admin
+            finally:
+                redis.stop()
 
 
 async def test_a_redis_in_cluster_mode_is_refused(tmp_path: Path) -> None:
     port = next(port for port in iter(free_port, None) if port < 55_000)  # its bus has a port 10,000 higher
     redis = RedisProcess(tmp_path, port, (*DURABLE, "--cluster-enabled", "yes"))
     redis.start()
-    durability = DurabilityCheck(RedisAccess(redis.url))
-    try:
+    async with checked(redis) as (durability, _):
         with pytest.raises(ConfigError, match="cluster mode"):
             await durability.check_at_start()
-    finally:
-        await durability.aclose()
-        redis.stop()
 
 
 @pytest.mark.parametrize("before", ["no", "yes"], ids=["there was none", "there was one"])
 async def test_a_start_waits_until_a_file_that_was_just_turned_on_is_whole(tmp_path: Path, before: str) -> None:
     """Redis says `appendonly yes` at once, but until the first rewrite has ended nothing is in the file."""
-    redis = start_redis(tmp_path, options=("--appendonly", before, "--appendfsync", "always", "--save", ""))
-    durability = DurabilityCheck(RedisAccess(redis.url))
-    try:
-        with Client.from_url(redis.url) as admin:
-            for i in range(200):
-                admin.set(f"key-{i}", b"x" * 10_000)
-            admin.config_set("appendonly", "no")
-            admin.config_set("rdb-key-save-delay", 5000)  # microseconds per key: slows the rewrite down
-            admin.config_set("appendonly", "yes")
-            assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
-            await durability.check_at_start()
-            assert admin.info("persistence")["aof_rewrite_in_progress"] == 0
-    finally:
-        await durability.redis.aclose()
-        redis.stop()
+    options = ("--appendonly", before, "--appendfsync", "always", "--save", "")
+    async with checked(start_redis(tmp_path, options=options)) as (durability, admin):
+        fill(admin)
+        admin.config_set("appendonly", "no")
+        admin.config_set("rdb-key-save-delay", 5000)  # microseconds per key: slows the rewrite down
+        admin.config_set("appendonly", "yes")
+        assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
+        await durability.check_at_start()
+        assert admin.info("persistence")["aof_rewrite_in_progress"] == 0
 
 
 async def test_the_first_rewrite_of_a_file_that_is_whole_refuses_nothing(tmp_path: Path) -> None:
     """It begins by itself once the file is large; neither a start nor a push waits for its end."""
-    redis = start_redis(tmp_path)
-    durability = DurabilityCheck(RedisAccess(redis.url))
-    try:
-        with Client.from_url(redis.url) as admin:
-            if int(str(admin.info("server")["redis_version"]).split(".")[0]) >= 7:
-                pytest.skip("Redis 7 does not tell it from a file that was just turned on")
-            for i in range(200):
-                admin.set(f"key-{i}", b"x" * 10_000)
-            admin.config_set("rdb-key-save-delay", 300_000)
-            admin.config_set("auto-aof-rewrite-min-size", "1mb")
-            until("the rewrite", lambda: admin.info("persistence")["aof_rewrite_in_progress"])
-            await durability.check_at_start()
-            await durability.check()
-            await durability.require()
-            assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
-            assert admin.dbsize() == 200
-    finally:
-        await durability.aclose()
-        redis.stop()
+    async with checked(start_redis(tmp_path)) as (durability, admin):
+        if int(str(admin.info("server")["redis_version"]).split(".")[0]) >= 7:
+            pytest.skip("Redis 7 does not tell it from a file that was just turned on")
+        fill(admin)
+        admin.config_set("rdb-key-save-delay", 300_000)
+        admin.config_set("auto-aof-rewrite-min-size", "1mb")
+        until("the rewrite", lambda: admin.info("persistence")["aof_rewrite_in_progress"])
+        await durability.check_at_start()
+        await durability.check()
+        await durability.require()
+        assert admin.info("persistence")["aof_rewrite_in_progress"] == 1
+        assert admin.dbsize() == 200
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_pushes_continue_while_the_file_is_rewritten(world: World, by_hand: bool) -> None:
-    for i in range(200):
-        world.admin.set(f"key-{i}", b"x" * 10_000)
+    fill(world.admin)
     world.admin.config_set("rdb-key-save-delay", 300_000)
     if by_hand:
         world.admin.bgrewriteaof()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
 
 import pytest
 import tba_buffer.service as buffer_module
@@ -16,36 +15,18 @@ from tba.clients import BufferClient
 from tba.clients.service_client import ServiceClient
 from tba.errors import SupersededError, UnavailableError
 from tba.versions import PolicyVersion
-from tests.support.buffer import make_payloads, make_prompts, make_recipe
-from tests.support.buffer_fixtures import ServeBuffer
-from tests.support.redis_process import RedisProcess
-
-
-@pytest.fixture
-async def new_buffer(redis: RedisProcess) -> AsyncIterator[Callable[..., Buffer]]:
-    started: list[Buffer] = []
-
-    def make(**settings: int) -> Buffer:
-        started.append(Buffer(make_recipe(buffer={"redis_url": redis.url, **settings}), CollectorRegistry()))
-        return started[-1]
-
-    yield make
-    for buffer in started:
-        await buffer.stop()
+from tests.support.buffer import make_payloads, make_prompts
+from tests.support.buffer_fixtures import ServeBuffer, StartService
 
 
 async def test_the_older_process_removes_nothing_and_serves_nothing(
-    new_buffer: Callable[..., Buffer], monkeypatch: pytest.MonkeyPatch
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # it would notice the newer process before it is told
-    old = new_buffer(max_rollouts=10)
-    await old.context.redis.flushall()
-    await old.start()
-    await old.catalog.upload(make_prompts(4))
+    old = await start_service(buffer={"max_rollouts": 10})
     lineage = await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await old.writer.push(make_payloads(["train-0"], per_prompt=10))
-    new = new_buffer()
-    await new.start()
+    new = await start_service(num_prompts=0)
     assert (old.context.epoch.number, new.context.epoch.number) == (1, 2)
 
     await new.writer.push(make_payloads(["train-1"], per_prompt=3))
@@ -64,30 +45,19 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(
     assert (await new.drawer.draw(request)).body
 
 
-async def test_the_older_process_stores_nothing(
-    new_buffer: Callable[..., Buffer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_older_process_stores_nothing(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    old = new_buffer()
-    await old.context.redis.flushall()
-    await old.start()
-    await old.catalog.upload(make_prompts(4))
-    new = new_buffer()
-    await new.start()
+    old, new = await start_service(), await start_service(num_prompts=0)
     with pytest.raises(SupersededError, match="push of 4 rollouts was refused: a newer buffer process owns run"):
         await old.writer.push(make_payloads(["train-0"]))
     assert (await new.view.catch_up()).num_live == 0
 
 
-async def test_the_older_process_switches_to_no_checkpoint(new_buffer: Callable[..., Buffer]) -> None:
-    old = new_buffer()
-    await old.context.redis.flushall()
-    await old.start()
-    await old.catalog.upload(make_prompts(4))
+async def test_the_older_process_switches_to_no_checkpoint(start_service: StartService) -> None:
+    old = await start_service()
     await old.writer.push(make_payloads(["train-0"], per_prompt=10))
     index = await old.view.catch_up()
-    new = new_buffer()
-    await new.start()
+    new = await start_service(num_prompts=0)
     with pytest.raises(SupersededError, match="a newer buffer process owns run"):
         await Compactor(old.context, min_events=1).keep_up(index)
     assert (await read_head(new.context)).generation == 0
@@ -115,12 +85,8 @@ def push_problem(client: BufferClient) -> str | None:
     return None
 
 
-async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(new_buffer: Callable[..., Buffer]) -> None:
-    old = new_buffer()
-    await old.context.redis.flushall()
-    await old.start()
-    new = new_buffer()
-    await new.start()
+async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(start_service: StartService) -> None:
+    old, new = await start_service(num_prompts=0), await start_service(num_prompts=0)
     with pytest.raises(SupersededError, match="a newer buffer process owns run"):
         await old.catalog.upload(make_prompts(1))
     with pytest.raises(SupersededError, match="a newer buffer process owns run"):
@@ -129,11 +95,9 @@ async def test_the_older_process_adds_no_prompts_and_starts_no_lineage(new_buffe
     assert await new.context.redis.exists(keys.prompts, keys.prompt_order, keys.lineages, keys.run) == 0
 
 
-async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: Callable[..., Buffer]) -> None:
-    buffer = new_buffer()
-    await buffer.context.redis.flushall()
-    await buffer.start()
-    other = new_buffer()
+async def test_what_another_process_added_is_known_to_the_next_push(start_service: StartService) -> None:
+    buffer = await start_service(num_prompts=0)
+    other = Buffer(buffer.context.recipe, CollectorRegistry())
     other.context.epoch.number = buffer.context.epoch.number  # as if it had written just before it was superseded
     await other.catalog.upload(make_prompts(2))
     lineage = await other.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
@@ -141,16 +105,12 @@ async def test_what_another_process_added_is_known_to_the_next_push(new_buffer: 
     outcomes, _ = await buffer.writer.push(payloads)
     assert [outcome.outcome for outcome in outcomes] == ["new", "refused"]
     assert "'nobody' was never uploaded" in str(outcomes[1].reason)
+    await other.stop()
 
 
 @pytest.mark.parametrize("found", [None, 1])
-async def test_a_redis_that_counts_fewer_starts_has_lost_data(
-    new_buffer: Callable[..., Buffer], found: int | None
-) -> None:
-    first, buffer = new_buffer(), new_buffer()
-    await buffer.context.redis.flushall()
-    await first.start()
-    await buffer.start()
+async def test_a_redis_that_counts_fewer_starts_has_lost_data(start_service: StartService, found: int | None) -> None:
+    _, buffer = await start_service(num_prompts=0), await start_service(num_prompts=0)
     await buffer.context.redis.flushall()
     if found is not None:
         await buffer.context.redis.set(buffer.context.keys.epoch, found)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tba.api import BatchRequest, EvalRequest, VersionRequest
 from tba.wire import encode_push, encode_rollout
-from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
+from tests.support.buffer import begin_run, make_rollout, start_stack
 from tests.support.buffer_reads import ask, read_everything
 from tests.support.leases import lease
 
@@ -50,8 +50,7 @@ class World:
             folder, store={"url": f"file://{folder / 'store'}"}, scaling={"backend": "local"}, sampling=sampling
         )
         self.client, self.url = self.stack.client, self.stack.buffer.url
-        self.client.upload_prompts(make_prompts(8, 4))
-        self.lineage = start_lineage(self.client)
+        self.lineage = begin_run(self.client, 8, 4)
         self.client.push([encode_rollout(make_rollout(f"train-{i % 8}", reward=float(i))) for i in range(32)])
         self.num = 0
 

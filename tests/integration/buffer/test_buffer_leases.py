@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from urllib3.exceptions import ProtocolError
 
 from tba.api import EvalResult, EvalResults, Lease, LeaseRenewal, LeaseRequest, LeaseReturn, RunCommand, VersionRequest
 from tba.clients import BufferClient
@@ -22,21 +21,6 @@ from tests.support.leases import fulfil, lease, request_eval
 from tests.support.metrics import values
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import DEADLINE_S
-
-
-def lose_answers(client: BufferClient, num: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The next requests of the client arrive, and `num` of their answers do not. Return those as they get lost."""
-    send, lost = client._http.urlopen, list[str]()
-
-    def lossy(method: str, target: str, **options: Any) -> Any:
-        answer = send(method, target, **options)
-        if len(lost) == num:
-            return answer
-        lost.append(target)
-        raise ProtocolError("Connection aborted.")
-
-    monkeypatch.setattr(client._http, "urlopen", lossy)
-    return lost
 
 
 def open_work(redis: RedisProcess) -> dict[str, int]:
@@ -78,9 +62,7 @@ def test_leases_name_what_they_wait_for(serve_buffer: ServeBuffer) -> None:
 
 
 def test_an_epoch_leases_every_prompt_once_and_a_restart_continues_where_it_was(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(10, 3))
-    start_lineage(client)
+    client, _ = serve_buffer().begin(10, 3)
     first = lease(client, 4).leases
     again = serve_buffer().client()
     rest = lease(again, 6, "s2").leases
@@ -91,9 +73,7 @@ def test_an_epoch_leases_every_prompt_once_and_a_restart_continues_where_it_was(
 
 
 def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"lease_s": 1000.0}).client()
-    client.upload_prompts(make_prompts(10))
-    start_lineage(client)
+    client, _ = serve_buffer(buffer={"lease_s": 1000.0}).begin(10)
     done, partial, lost = lease(client, 3).leases
     fulfil(client, done)
     fulfil(client, partial, 3)
@@ -109,9 +89,7 @@ def test_an_expired_visit_comes_back_first_and_owes_only_what_is_missing(serve_b
 
 
 def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(10))
-    start_lineage(client)
+    client, _ = serve_buffer().begin(10)
     (mine,) = lease(client, 1).leases
     client.return_leases(LeaseReturn(searcher_id="thief", lease_ids=[mine.lease_id]))
     assert lease(client, 1, "s2").leases[0].visit_id != mine.visit_id
@@ -124,9 +102,7 @@ def test_only_the_owner_returns_a_lease_and_it_is_given_out_at_once(serve_buffer
 
 def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
-    client = serve_buffer(sampling=sampling).client()
-    client.upload_prompts(make_prompts(10))
-    start_lineage(client)
+    client, _ = serve_buffer(sampling=sampling).begin(10)
     seen: list[str] = []
     while len(seen) < 10:
         leases = lease(client, 2).leases
@@ -144,9 +120,7 @@ def test_visits_that_cannot_be_sampled_end_and_make_room_for_those_that_can(serv
 
 
 def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"lease_s": 1000.0}).client()
-    client.upload_prompts(make_prompts(10, 3))
-    lineage = start_lineage(client)
+    client, lineage = serve_buffer(buffer={"lease_s": 1000.0}).begin(10, 3)
     request_eval(client, lineage)
     renewed, *_, lost = lease(client, 9).leases  # an evaluation unit and a visit
     assert (renewed.kind, lost.kind) == ("sample", "train")
@@ -166,9 +140,7 @@ def test_a_renewed_lease_outlives_its_deadline_and_a_lost_one_is_named(serve_buf
 
 def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -> None:
     sampling = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
-    client = serve_buffer(sampling=sampling).client()
-    client.upload_prompts(make_prompts(20))
-    start_lineage(client)
+    client, _ = serve_buffer(sampling=sampling).begin(20)
     leases = lease(client, 20).leases
     assert len(leases) == 4
     assert lease(client).wait == "trainer-ahead"
@@ -182,9 +154,7 @@ def test_searchers_wait_while_the_trainer_is_behind(serve_buffer: ServeBuffer) -
 
 def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling={"samples_per_insert": 1.0, "samples_per_insert_error": 16})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(50))
-    start_lineage(client)
+    buffer.begin(50)
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda i: lease(buffer.client(), 3, f"s{i}"), range(8)))
     visits = [item.visit_id for reply in replies for item in reply.leases]
@@ -192,9 +162,7 @@ def test_searchers_that_ask_at_once_share_the_room(serve_buffer: ServeBuffer) ->
 
 
 def test_alternate_leases_one_interval_and_then_waits_for_the_next_mark(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(sampling={"alternate": True}, trainer={"sync_interval": 2}).client()
-    client.upload_prompts(make_prompts(20))
-    lineage = start_lineage(client)
+    client, lineage = serve_buffer(sampling={"alternate": True}, trainer={"sync_interval": 2}).begin(20)
     leases = lease(client, 20).leases
     assert sum(item.num_rollouts for item in leases) == 32
     for item in leases:
@@ -223,9 +191,7 @@ def test_a_request_that_is_sent_again_gets_the_same_leases(serve_buffer: ServeBu
 
 def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: ServeBuffer) -> None:
     """A proxy may repeat an old request. Some of its leases have ended then, and nothing may get lost by that."""
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(20))
-    start_lineage(client)
+    client, _ = serve_buffer().begin(20)
     request = LeaseRequest(searcher_id="s1", max_leases=4)
     done, given_back, *held = client.lease(request).leases
     fulfil(client, done)
@@ -239,9 +205,7 @@ def test_a_request_that_is_sent_again_answers_what_it_still_holds(serve_buffer: 
 
 
 def test_a_request_that_is_sent_again_starts_the_deadline_again(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"lease_s": 1000.0}).client()
-    client.upload_prompts(make_prompts(20))
-    start_lineage(client)
+    client, _ = serve_buffer(buffer={"lease_s": 1000.0}).begin(20)
     request = LeaseRequest(searcher_id="s1", max_leases=2)
     first = client.lease(request).leases
     for _ in range(2):
@@ -254,33 +218,13 @@ def test_a_request_that_is_sent_again_starts_the_deadline_again(serve_buffer: Se
     assert client.stats().leases["expired"] == 3
 
 
-def test_a_lost_reply_leaves_no_lease_that_nobody_knows(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer = serve_buffer()
-    client = buffer.client()
-    client.upload_prompts(make_prompts(20))
-    start_lineage(client)
-    unlucky = buffer.client(retry_s=20.0)
-    lost = lose_answers(unlucky, 2, monkeypatch)
-    leases = lease(unlucky, 3).leases
-    assert lost == ["/v1/leases"] * 2
-    stats = client.stats()
-    assert (len(leases), stats.leases["granted"], stats.leases["open"]) == (3, 3, 3)
-    for item in leases:
-        fulfil(client, item)
-    assert client.stats().leases["open"] == 0
-
-
 # ---- one prompt, many visits ----------------------------------------------------------------------------------------
 
 
 def test_one_prompt_is_on_lease_hundreds_of_times_at_once(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     """Red-teaming has a single prompt: 256 searchers hold 400 visits of it, and every one gets its share."""
     buffer = serve_buffer(sampling={"rollouts_per_visit": 20})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(1))
-    start_lineage(client)
+    buffer.begin(1)
     clients = [buffer.client() for _ in range(16)]
 
     def ask(searcher: int) -> list[Lease]:
@@ -300,9 +244,7 @@ def test_one_prompt_is_on_lease_hundreds_of_times_at_once(serve_buffer: ServeBuf
 
 def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(buffer={"lease_s": 1000.0}, sampling={"rollouts_per_visit": 5})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(1))
-    start_lineage(client)
+    client, _ = buffer.begin(1)
     leases = lease(client, 40).leases
     missing = {}
     for number, item in enumerate(leases):
@@ -322,30 +264,12 @@ def test_expiry_gives_back_exactly_what_is_missing(serve_buffer: ServeBuffer) ->
     assert stats.num_rollouts >= 200
 
 
-def test_epochs_continue_over_prompts_that_were_uploaded_meanwhile(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(3, 2))
-    start_lineage(client)
-    first = lease(client, 2).leases
-    client.upload_prompts(make_prompts(5, 2))
-    visits = [*first, *lease(client, 11).leases]
-    by_epoch: dict[str, list[str]] = {}
-    for item in visits:
-        by_epoch.setdefault(item.visit_id.split("-")[1], []).append(item.prompt.prompt_id)
-    assert [len(prompts) for prompts in by_epoch.values()] == [3, 5, 5]
-    assert sorted(by_epoch["0"]) == [f"train-{i}" for i in range(3)]
-    assert sorted(by_epoch["1"]) == sorted(by_epoch["2"]) == [f"train-{i}" for i in range(5)]
-    assert by_epoch["1"] != by_epoch["2"]
-
-
 def test_many_searchers_that_ask_again_and_again_lose_and_double_nothing(
     serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     """Leases that are fulfilled, half fulfilled, returned, refused, expired and asked for twice, all at once."""
     buffer = serve_buffer(buffer={"lease_s": 0.5}, sampling={"rollouts_per_visit": 3})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(7))
-    start_lineage(client)
+    client, _ = buffer.begin(7)
     refused, pushed = set[str](), Counter[str]()
 
     def push(mine: BufferClient, item: Lease, num: int, searcher_id: str) -> None:
@@ -392,10 +316,7 @@ def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serv
     """The choice is a function of seed, cursor and index: a process that takes over chooses the same."""
     visits = []
     for name in ("goes-on", "restarts"):
-        buffer = serve_buffer(run=name, data={"selection": "posterior"})
-        client = buffer.client()
-        client.upload_prompts(make_prompts(50))
-        start_lineage(client)
+        client, _ = serve_buffer(run=name, data={"selection": "posterior"}).begin(50)
         leases = lease(client, 5).leases
         for item in leases:
             values: dict[str, Any] = {"run": name, "visit_id": item.visit_id}
@@ -411,9 +332,7 @@ def test_posterior_selection_continues_after_a_restart_as_if_there_was_none(serv
 def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
     serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
-    client = serve_buffer(buffer={"lease_s": 1000.0}).client()
-    client.upload_prompts(make_prompts(4))
-    start_lineage(client)
+    client, _ = serve_buffer(buffer={"lease_s": 1000.0}).begin(4)
     held = lease(client, 2, "dead").leases
     with Redis.from_url(redis.url) as direct:
         key, ahead_s = "tba:test:lease_deadlines", time.time() + 1e6  # as after a clock that was 10^6 s ahead
@@ -427,9 +346,7 @@ def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(
 def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leased_to(
     serve_buffer: ServeBuffer,
 ) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(4))
-    start_lineage(client)
+    client, _ = serve_buffer().begin(4)
     (mine,) = lease(client, 1, "s1").leases
     sampled = [
         encode_rollout(make_rollout(mine.prompt.prompt_id, visit_id=mine.visit_id, searcher_id=name))
@@ -450,9 +367,7 @@ def test_a_push_counts_only_under_the_name_of_a_searcher_that_the_visit_was_leas
 
 def test_acts_on_a_lease_of_another_searcher_change_nothing_and_are_counted(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
-    client = buffer.client()
-    client.upload_prompts(make_prompts(4, 3))
-    lineage = start_lineage(client)
+    client, lineage = buffer.begin(4, 3)
     evaluation = request_eval(client, lineage)
     leases = lease(client, 8, "s1").leases
     ids = [item.lease_id for item in leases]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,19 +14,14 @@ from tba_buffer.service import Buffer
 from tba.api import LineageRequest
 from tba.errors import UnavailableError
 from tba.wire import encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.redis_process import RedisProcess
+from tests.support.buffer import make_prompts, make_rollout
+from tests.support.buffer_fixtures import StartService
 from tests.support.waits import DEADLINE_S
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
-    started = Buffer(make_recipe(buffer={"redis_url": redis.url}), CollectorRegistry())
-    await started.context.redis.flushall()
-    await started.start()
-    await started.catalog.upload(make_prompts(4))
-    yield started
-    await started.stop()
+async def buffer(start_service: StartService) -> Buffer:
+    return await start_service()
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])

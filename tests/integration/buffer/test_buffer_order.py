@@ -8,29 +8,26 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.sampling.mop import draw_slots
 from tba_buffer.service import Buffer
 
-from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest
+from tba.api import LineageReply, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError
-from tba.wire import Batch, encode_rollout
+from tba.wire import Batch
 from tests.support.buffer import (
     Stack,
+    begin_run,
     make_payloads,
-    make_prompts,
     make_recipe,
-    make_rollout,
-    start_lineage,
     start_stack,
 )
 from tests.support.buffer_fixtures import ServeBuffer, later
-from tests.support.chi_square import assert_follows
 from tests.support.index_values import fingerprint
+from tests.support.leases import draw, make_step
 from tests.support.redis_process import RedisProcess
 
 NUM_PROMPTS = 10
@@ -40,19 +37,9 @@ ALL_PROMPTS = [f"train-{number}" for number in range(NUM_PROMPTS)]
 def filled(serve_buffer: ServeBuffer, *, per_prompt: int = 4, **sampling: object) -> tuple[BufferClient, LineageReply]:
     """A run with batches of three slots of two, by default replay alone."""
     defaults = {"prompts_per_batch": 3, "group_size": 2, "most_on_policy_prob": 0.0, "min_size_to_sample": 4}
-    client = serve_buffer(sampling={**defaults, **sampling}, trainer={"num_steps": 10_000}).client()
-    client.upload_prompts(make_prompts(NUM_PROMPTS))
-    lineage = start_lineage(client)
-    client.push(make_payloads(ALL_PROMPTS, per_prompt=per_prompt))
-    return client, lineage
-
-
-def draw(client: BufferClient, lineage: LineageReply, step: int) -> Batch:
-    return client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step, token=lineage.token))
-
-
-def ack(client: BufferClient, lineage: LineageReply, step: int, batch: Batch) -> None:
-    client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token))
+    return serve_buffer(sampling={**defaults, **sampling}, trainer={"num_steps": 10_000}).begin(
+        NUM_PROMPTS, per_prompt=per_prompt
+    )
 
 
 def prompts_of(batch: Batch) -> list[str]:
@@ -75,14 +62,10 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 def test_epochs_go_on_over_kills_of_the_buffer(stack: Stack) -> None:
     """The recipe of the stack draws half of its slots as recent; before a publication both pools hold all prompts."""
     client = stack.client
-    client.upload_prompts(make_prompts(NUM_PROMPTS))
-    lineage = start_lineage(client)
-    client.push(make_payloads(ALL_PROMPTS, per_prompt=4))
+    lineage = begin_run(client, NUM_PROMPTS, per_prompt=4)
     uses = {"recent": Counter[str](), "replay": Counter[str]()}
     for step in range(1, 25):
-        batch = draw(client, lineage, step)
-        ack(client, lineage, step, batch)
-        for group in batch.groups:
+        for group in make_step(client, lineage, step).groups:
             uses[group.source][group.prompt_id] += 1
         if step % 6 == 0:
             stack.buffer.kill()
@@ -104,11 +87,10 @@ def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
     }
     thread_client, lineage = filled(serve_buffer, **sampling)
     for step in range(1, 9):
-        batch = draw(thread_client, lineage, step)
         if step == 5:
+            draw(thread_client, lineage, step)
             later(thread_client, 3600.0)  # void: drawn again
-            batch = draw(thread_client, lineage, step)
-        ack(thread_client, lineage, step, batch)
+        make_step(thread_client, lineage, step)
     sections = {
         "prompts_per_batch": 3,
         "group_size": 2,
@@ -142,16 +124,13 @@ def test_void_batches_and_abandoned_steps_give_back_what_they_took(serve_buffer:
     client, lineage = filled(serve_buffer, per_prompt=2, max_uses=1, min_size_to_sample=2)
     uses = Counter[str]()
     for step in (1, 2):
-        batch = draw(client, lineage, step)
-        uses.update(prompts_of(batch))
-        ack(client, lineage, step, batch)
+        uses.update(prompts_of(make_step(client, lineage, step)))
     assert client.stats().num_used_up == 12
     draw(client, lineage, 3)
     later(client, 3600.0)
-    again = draw(client, lineage, 3)  # the first one is void
+    again = make_step(client, lineage, 3)  # the first one is void
     assert client.stats().num_used_up == 18
     assert not uses.keys() & set(prompts_of(again))
-    ack(client, lineage, 3, again)
     # back to step 1: steps 2 and 3 were for nothing
     resumed = client.new_lineage(LineageRequest(trainer_id="t", parent="1-1"))
     assert client.stats().num_used_up == 6
@@ -188,22 +167,3 @@ def test_draws_at_once_never_use_a_rollout_too_often(serve_buffer: ServeBuffer) 
     left = Counter(dict.fromkeys(ALL_PROMPTS, 4))
     left.subtract({r.rollout_id: r.prompt_id for b in batches for r in b.rollouts if r.rollout_id in used_up}.values())
     assert left.total() < 4 or max(left.values()) < 2, left
-
-
-def test_rewards_weigh_the_draws_as_the_recipe_says(serve_buffer: ServeBuffer) -> None:
-    defaults = {"prompts_per_batch": 256, "group_size": 2, "most_on_policy_prob": 0.0, "min_size_to_sample": 4}
-    sampling = {**defaults, "reward_inverse_temperature": 0.5, "uniform_share": 0.1}
-    client = serve_buffer(sampling=sampling).client()
-    client.upload_prompts(make_prompts(1))
-    lineage, rewards, ids = start_lineage(client), [0.0, 1.0, 2.0, 0.5], []
-    for reward in rewards:
-        rollout = make_rollout("train-0", reward=reward, num_tokens=8)
-        ids.append(rollout.rollout_id)
-        client.push([encode_rollout(rollout)])
-    weights, first = np.exp(0.5 * np.array(rewards)), np.zeros(4)
-    for step in range(1, 11):
-        batch = draw(client, lineage, step)
-        for group in batch.groups:
-            first[ids.index(group.rollouts[0].rollout_id)] += 1
-        ack(client, lineage, step, batch)
-    assert_follows(first, 0.9 * weights / weights.sum() + 0.1 / 4)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from redis import Redis as Client
 from tba_buffer.index.log import parse_entry
 from tba_buffer.sampling.mop import draw_slots
 from tba_buffer.service import Buffer
@@ -29,11 +30,11 @@ from tests.support.buffer import (
     ROOT,
     SERVICE_PATHS,
     Stack,
+    begin_run,
     make_payloads,
     make_prompts,
     make_recipe,
     make_rollout,
-    start_lineage,
     start_stack,
     write_recipe,
 )
@@ -69,8 +70,6 @@ def counts(stats: Stats) -> dict[str, Any]:
 
 
 def stored(stack: Stack) -> dict[bytes, bytes]:
-    from redis import Redis as Client
-
     with Client.from_url(stack.redis.url) as client:
         replies: Any = client.hgetall("tba:test:payloads")
         return replies
@@ -139,8 +138,7 @@ def test_a_kill_loses_nothing_acknowledged_and_stores_nothing_twice(stack: Stack
 
 def test_a_restarted_buffer_continues_exactly_where_it_was(stack: Stack) -> None:
     client = stack.client
-    client.upload_prompts(make_prompts(8, 2))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 8, 2)
     leases = client.lease(LeaseRequest(searcher_id="s", max_leases=3)).leases
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
     request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
@@ -164,8 +162,7 @@ def test_a_restarted_buffer_continues_exactly_where_it_was(stack: Stack) -> None
 
 def test_a_batch_can_be_drawn_again_from_its_seed_and_log_position(stack: Stack) -> None:
     client = stack.client
-    client.upload_prompts(make_prompts(8))
-    lineage = start_lineage(client)
+    lineage = begin_run(client, 8)
     client.push(make_payloads([f"train-{i}" for i in range(8)], per_prompt=9))
     batch = client.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token))
     client.push(make_payloads([f"train-{i}" for i in range(8)]))
@@ -186,10 +183,7 @@ def test_a_batch_can_be_drawn_again_from_its_seed_and_log_position(stack: Stack)
 
 
 def test_a_start_over_a_damaged_prompt_is_refused_with_its_key_and_changes_nothing(stack: Stack) -> None:
-    from redis import Redis as Client
-
-    stack.client.upload_prompts(make_prompts(2))
-    start_lineage(stack.client)
+    begin_run(stack.client, 2)
     stack.client.push(make_payloads(["train-0", "train-1"]))
     before = fingerprint_of_redis(stack)
     stack.buffer.kill()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 from tba_buffer import service as buffer_module
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.run.rollback import Rollbacks
@@ -40,10 +39,10 @@ from tba.api import (
 from tba.config import parse_live
 from tba.store import FileStore
 from tba.weights import checkpoint_prefix
-from tba.wire import STARTED_AT_S, WAITED_S, Heartbeat, decode_batch, encode_rollout
+from tba.wire import STARTED_AT_S, WAITED_S, decode_batch, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.redis_process import RedisProcess
+from tests.support.buffer import make_heartbeat, make_prompts, make_rollout
+from tests.support.buffer_fixtures import StartService
 from tests.support.reward_server import RewardServer
 
 REPLY_DIFFERS = {"push", "upload"}
@@ -51,14 +50,9 @@ REPLY_DIFFERS = {"push", "upload"}
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
+async def buffer(start_service: StartService, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> Buffer:
     monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # one script at a time: its evictions come in between
-    recipe = make_recipe(buffer={"redis_url": redis.url, "max_rollouts": 40}, reward={"url": reward.url})
-    started = Buffer(recipe, CollectorRegistry())
-    await started.context.redis.flushall()
-    await started.start()
-    yield started
-    await started.stop()
+    return await start_service(num_prompts=0, buffer={"max_rollouts": 40}, reward={"url": reward.url})
 
 
 async def everything(client: Any) -> dict[bytes, Any]:
@@ -107,7 +101,7 @@ async def roll_back(buffer: Buffer, folder: Path) -> None:
 
 
 async def test_every_script_run_twice_leaves_what_it_left_once(
-    buffer: Buffer, reward: RewardServer, redis: RedisProcess, tmp_path: Path
+    buffer: Buffer, reward: RewardServer, start_service: StartService, tmp_path: Path
 ) -> None:
     twice = TwiceScripts(buffer.context)
     object.__setattr__(buffer.context, "scripts", twice)
@@ -175,13 +169,10 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     assert said == ("operator", "the store was slow", "running", "paused", 6)
     assert await buffer.scaling.record(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
-    beat = Heartbeat(
-        component_id="t", kind="trainer", run="test", state="training", version=None, wait=None, gauges=gauges
-    )
-    await buffer.components.trainer_waits.count(beat)
+    await buffer.components.trainer_waits.count(make_heartbeat("t", "trainer", gauges=gauges))
     assert await buffer.components.trainer_waits.totals() == {"rollouts": 2.5}
     await Compactor(buffer.context, min_events=1).keep_up(await buffer.view.catch_up())
-    await save_and_load(buffer, redis, twice, tmp_path)
+    await save_and_load(buffer, start_service, twice, tmp_path)
     assert twice.names == set(SCRIPT_NAMES) - {"accept_loss"}  # it runs when the others are refused
 
 
@@ -207,12 +198,11 @@ async def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
     assert [(line.command, line.reason) for line in changes] == [("accept-loss", "look again")]
 
 
-async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts, folder: Path) -> None:
+async def save_and_load(buffer: Buffer, start_service: StartService, twice: TwiceScripts, folder: Path) -> None:
     """The scripts of a run that begins with a snapshot of this one."""
     store = FileStore(folder / "store")
     await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SnapshotSource("test", "end")).run()
-    other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
-    await other.start()
+    other = await start_service(num_prompts=0, run="other")
     others = TwiceScripts(other.context)
     object.__setattr__(other.context, "scripts", others)
     load = SnapshotLoad(
@@ -226,29 +216,6 @@ async def save_and_load(buffer: Buffer, redis: RedisProcess, twice: TwiceScripts
     await load.run()
     twice.names |= others.names
     assert (await other.stats.read()).num_rollouts == (await buffer.stats.read()).num_rollouts
-    await other.stop()
-
-
-async def test_a_lease_script_that_is_repeated_answers_the_leases_that_it_granted(buffer: Buffer) -> None:
-    await buffer.catalog.upload(make_prompts(8, 3))
-    lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
-    await buffer.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
-    calls: list[Any] = []
-
-    class LostReply(Scripts):
-        async def run(self, name: str, *payloads: bytes, **args: Any) -> Any:
-            if name == "lease":
-                calls.append(await super().run(name, *payloads, **args))
-            return await super().run(name, *payloads, **args)
-
-    context = buffer.context
-    object.__setattr__(context, "scripts", LostReply(context.durability, context.keys, context.epoch, context.losses))
-    leases = (await buffer.leases.lease(LeaseRequest(searcher_id="s", max_leases=3))).leases
-    assert len(leases) == 3
-    assert [lease.lease_id.encode() for lease in leases] == calls[0][2::5]
-    counters = await buffer.context.counters()
-    assert (counters["inflight"], counters["leases:granted"]) == (12, 3)
-    assert (await buffer.stats.read()).leases["open"] == 3
 
 
 async def test_uploads_at_once_add_every_prompt_once(buffer: Buffer) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 from tba_buffer.index.log import Evicted, Publication, Rescored, RolloutsAdded, parse_entry
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.scoring.reward_service import RewardConnection
@@ -27,8 +28,8 @@ from tba.errors import StoreUnavailableError, UnavailableError
 from tba.store import FileStore
 from tba.wire import decode_rollout, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.redis_process import RedisProcess
+from tests.support.buffer import make_prompts, make_rollout
+from tests.support.buffer_fixtures import StartService
 
 CAP = 600
 SOURCE = SnapshotSource("test", "busy")
@@ -43,12 +44,8 @@ class SlowStore(FileStore):
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess) -> AsyncIterator[Buffer]:
-    started = Buffer(make_recipe(buffer={"redis_url": redis.url, "max_rollouts": CAP}), CollectorRegistry())
-    await started.context.redis.flushall()
-    await started.start()
-    yield started
-    await started.stop()
+async def buffer(start_service: StartService) -> Buffer:
+    return await start_service(num_prompts=8, buffer={"max_rollouts": CAP})
 
 
 class World:
@@ -154,24 +151,25 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
 
 
-class EvictingStore(FileStore):
-    """Writing must not hold the lock that evicting needs: a push at the cap gets through."""
+class ActingStore(FileStore):
+    """Acts in the loop of the buffer before each object of rollouts is written."""
 
-    def __init__(self, folder: Path, world: World, buffer: Buffer) -> None:
+    def __init__(self, folder: Path, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
         super().__init__(folder)
-        self._world, self._buffer, self.num_pushes = world, buffer, 0
-        self._loop = asyncio.get_running_loop()
+        self._act, self.num_acts, self._loop = act, 0, asyncio.get_running_loop()
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         if "rollouts" in key:
-            asyncio.run_coroutine_threadsafe(self._push(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._act(), self._loop).result()
+            self.num_acts += 1
         super().put(key, data, create_only=create_only)
 
-    async def _push(self) -> None:
-        async with asyncio.timeout(60), self._buffer.context.mutation_lock:  # the upkeep may have it, for a moment
-            pass
-        await self._world.push(10)
-        self.num_pushes += 1
+
+async def push_and_evict(world: World) -> None:
+    """Writing must not hold the lock that evicting needs: a push at the cap gets through."""
+    async with asyncio.timeout(60), world.buffer.context.mutation_lock:  # the upkeep may have it, for a moment
+        pass
+    await world.push(10)
 
 
 async def test_a_push_that_must_evict_does_not_wait_for_the_store(
@@ -180,11 +178,10 @@ async def test_a_push_that_must_evict_does_not_wait_for_the_store(
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     monkeypatch.setattr(saving, "MAX_PASSES", 2)
     world = World(buffer, 0)
-    await buffer.catalog.upload(make_prompts(8))
     await world.push(CAP)
-    store = EvictingStore(tmp_path / "store", world, buffer)
+    store = ActingStore(tmp_path / "store", partial(push_and_evict, world))
     manifest = await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
-    assert store.num_pushes > CAP // 10
+    assert store.num_acts > CAP // 10
     assert manifest.num_scored == CAP
     reader = SnapshotReader(store, manifest)
     places = await reader.places()
@@ -198,32 +195,12 @@ async def test_a_rest_that_does_not_fit_into_memory_fails_the_save(
     monkeypatch.setattr(saving, "LITTLE_BYTES", 100)
     monkeypatch.setattr(saving, "HELD_BYTES", 200)
     world = World(buffer, 0)
-    await buffer.catalog.upload(make_prompts(8))
     await world.push(50)
-    store = EvictingStore(tmp_path / "store", world, buffer)
+    store = ActingStore(tmp_path / "store", partial(push_and_evict, world))
     with pytest.raises(UnavailableError, match="rollouts arrive faster"):
         await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
-    assert store.num_pushes == saving.MAX_PASSES
+    assert store.num_acts == saving.MAX_PASSES
     assert store.size_bytes(SOURCE.manifest_key) is None
-
-
-class CuttingStore(FileStore):
-    """While the first object is written, rollouts are pushed, and a new checkpoint replaces the log."""
-
-    def __init__(self, folder: Path, buffer: Buffer, world: World) -> None:
-        super().__init__(folder)
-        self._buffer, self._world, self._is_cut = buffer, world, False
-        self._loop = asyncio.get_running_loop()
-
-    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
-        super().put(key, data, create_only=create_only)
-        if not self._is_cut:
-            self._is_cut = True
-            asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
-
-    async def _cut(self) -> None:
-        await self._world.push(30)
-        await Compactor(self._buffer.context, min_events=0).keep_up(await self._buffer.view.catch_up())
 
 
 async def test_a_log_that_was_cut_meanwhile_fails_the_save(
@@ -232,8 +209,12 @@ async def test_a_log_that_was_cut_meanwhile_fails_the_save(
     """Rollouts that were scored again are known from the log alone."""
     monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
     world = World(buffer, 0)
-    store = CuttingStore(tmp_path / "store", buffer, world)
-    await buffer.catalog.upload(make_prompts(8))
+
+    async def cut() -> None:
+        await world.push(30)
+        await Compactor(buffer.context, min_events=0).keep_up(await buffer.view.catch_up())
+
+    store = ActingStore(tmp_path / "store", cut)
     await world.push(20)
     with pytest.raises(UnavailableError, match="the log was cut"):
         await SnapshotSave(buffer.context, buffer.view, buffer.catalog, store, SOURCE).run()
@@ -242,7 +223,6 @@ async def test_a_log_that_was_cut_meanwhile_fails_the_save(
 
 async def test_another_buffer_process_makes_the_save_fail(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(20)
     await buffer.context.redis.incr(buffer.context.keys.epoch)
     with pytest.raises(UnavailableError, match="newer buffer process"):
@@ -252,7 +232,6 @@ async def test_another_buffer_process_makes_the_save_fail(buffer: Buffer, tmp_pa
 
 async def test_marks_and_lineages_are_saved(buffer: Buffer, tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
-    await buffer.catalog.upload(make_prompts(8))
     lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     positions = []
     for step in range(30):
@@ -280,14 +259,12 @@ class AwayStore(FileStore):
 
 
 async def test_a_load_waits_for_a_store_that_is_away(
-    buffer: Buffer, redis: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    buffer: Buffer, start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "RETRY_S", 0.01)
-    await buffer.catalog.upload(make_prompts(8))
     await World(buffer, 0).push(50)
     await SnapshotSave(buffer.context, buffer.view, buffer.catalog, FileStore(tmp_path / "store"), SOURCE).run()
-    other = Buffer(make_recipe(run="other", buffer={"redis_url": redis.url}), CollectorRegistry())
-    await other.start()
+    other = await start_service(num_prompts=0, run="other")
     store = AwayStore(tmp_path / "store")
     other.snapshots._opened = store
     await other.snapshots.load(LoadRequest(source=str(SOURCE)))
@@ -301,4 +278,3 @@ async def test_a_load_waits_for_a_store_that_is_away(
     assert origin is not None
     assert (origin.state, origin.num_loaded) == ("complete", 50)
     await other.snapshots.check_may_train()
-    await other.stop()

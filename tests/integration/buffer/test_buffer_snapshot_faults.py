@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from redis import Redis
 
 from tba.api import LineageRequest, LoadRequest
 from tba.clients import BufferClient
@@ -87,17 +87,6 @@ def wait_for_save(client: BufferClient, name: str) -> str:
     return client.get_snapshot(name).state
 
 
-def redis_of(stack: Stack) -> Any:
-    from redis import Redis
-
-    return Redis.from_url(stack.redis.url)
-
-
-def rollouts_of(stack: Stack, run: str) -> set[bytes]:
-    with redis_of(stack) as redis:
-        return set(redis.hkeys(f"tba:{run}:payloads"))
-
-
 def test_a_buffer_that_is_killed_while_it_saves_leaves_no_snapshot_and_saves_again(
     stack: Stack, store: ObjectStore
 ) -> None:
@@ -134,7 +123,7 @@ def test_a_buffer_that_is_killed_while_it_loads_continues_where_it_was(
         run = f"resumed-{number}"
         other = start_other(run)
         other.client().load_snapshot(LoadRequest(source="test/whole"))
-        with redis_of(stack) as redis:
+        with Redis.from_url(stack.redis.url) as redis:
             begun = lambda redis=redis, run=run: int(redis.hget(f"tba:{run}:run", "origin_cursor") or 0) >= 2000  # noqa: E731
             until("a part is loaded", begun, every_s=0.001)
             other.kill()
@@ -148,7 +137,9 @@ def test_a_buffer_that_is_killed_while_it_loads_continues_where_it_was(
         other.client(retry_s=0).run()
     other.start()
     until("the load", lambda: (origin := other.client().run().origin) is not None and origin.state == "complete")
-    assert rollouts_of(stack, run) == rollouts_of(stack, "test")
+    with Redis.from_url(stack.redis.url) as redis:
+        found, expected = (set(redis.hkeys(f"tba:{name}:payloads")) for name in (run, "test"))
+    assert found == expected
     assert other.client().stats().num_scored == NUM_ROLLOUTS
     assert other.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0")).lineage == 1
 
@@ -172,7 +163,7 @@ def test_a_damaged_object_is_refused_before_anything_changes(
     origin = other.run().origin
     assert origin is not None
     assert f"{damaged.key} in {store.url} is damaged" in (origin.reason or "")
-    with redis_of(stack) as redis:
-        left = {key.decode() for key in redis.keys(f"tba:careful-{kind}:*")}
+    with Redis.from_url(stack.redis.url, decode_responses=True) as redis:
+        left = set(redis.keys(f"tba:careful-{kind}:*"))  # pyright: ignore[reportArgumentType]
         assert left == {f"tba:careful-{kind}:{name}" for name in ("format", "replica")}
     assert other.stats().num_prompts_train == 0

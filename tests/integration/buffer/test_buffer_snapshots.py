@@ -8,18 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 from redis import Redis
+from tba_buffer.storage.keys import FORMAT
 
+from tba import __version__
 from tba.api import LineageRequest, LoadRequest, OriginInfo, SnapshotInfo, VersionRequest
 from tba.clients import BufferClient
-from tba.config.sections import RunSection
 from tba.errors import ConflictError, NotFoundError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
 from tba_cli.main import main
-from tests.support.buffer import make_payloads, make_prompts, make_recipe, make_rollout, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
-def sections(store: FileStore, run: str = "test", **more: Any) -> dict[str, Any]:
+def sections(store: FileStore, run: str | dict[str, str] = "test", **more: Any) -> dict[str, Any]:
     return {"run": run, "store": {"url": store.url}, **more}
 
 
@@ -94,8 +95,7 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
     old = serve_buffer(**sections(store)).client()
-    old.upload_prompts(make_prompts(6, 2))
-    lineage = start_lineage(old)
+    lineage = begin_run(old, 6, 2)
     old.push(make_payloads(["train-0", "train-1"]))
     old.announce_version(VersionRequest(version="1-0", token=lineage.token))
     made_by = PolicyVersion(1, 0)
@@ -105,6 +105,8 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     before = stored(redis)
     info = saved(old, "end")
     assert (info.state, info.num_rollouts, info.log_position) == ("complete", 13, 15)
+    manifest = manifest_of(store, "test/end")
+    assert (manifest.storage_format, manifest.tba_version) == (FORMAT, __version__)
 
     new = serve_buffer(**sections(store, "other")).client()
     new.upload_prompts(make_prompts(1))
@@ -118,9 +120,20 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     assert (stats.num_scored, stats.num_pending, stats.num_prompts_train, stats.num_prompts_heldout) == (12, 1, 6, 2)
     assert stats.rollouts_generated == 0
     assert new.run().parents == {1: "0-0"}
+    assert loaded(new, "test/end").state == "complete"
+    assert (log_of(redis, "other"), stored(redis, "other")) == (log_of(redis, "test"), after), "nothing is loaded twice"
     assert new.new_lineage(LineageRequest(trainer_id="t", parent="0-0")).lineage == 2
     with pytest.raises(ConflictError, match="has begun with snapshot test/end"):
         new.load_snapshot(LoadRequest(source="third/none"))
+
+
+@pytest.fixture
+def groups(serve_buffer: ServeBuffer, store: FileStore) -> list[list[bytes]]:
+    """Snapshot test/all of a filled run; returns the ids of its rollouts."""
+    client = serve_buffer(**sections(store)).client()
+    found = fill(client)
+    assert saved(client, "all").num_rollouts == 12
+    return found
 
 
 def fill(client: BufferClient) -> list[list[bytes]]:
@@ -138,11 +151,8 @@ def fill(client: BufferClient) -> list[list[bytes]]:
 
 
 def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, groups: list[list[bytes]]
 ) -> None:
-    old = serve_buffer(**sections(store)).client()
-    groups = fill(old)
-    assert saved(old, "all").num_rollouts == 12
     assert [mark.version for mark in manifest_of(store, "test/all").marks] == ["0-0", "1-1", "1-2"]
 
     new = serve_buffer(**sections(store, "fork")).client()
@@ -163,10 +173,8 @@ def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
     assert new.push([old_rollout]).outcomes[0].outcome == "new"
 
 
+@pytest.mark.usefixtures("groups")
 def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:
-    old = serve_buffer(**sections(store)).client()
-    fill(old)
-    saved(old, "all")
     new = serve_buffer(**sections(store, "fork")).client()
     origin = loaded(new, "test/all", "1-7")
     assert origin.state == "failed"
@@ -205,25 +213,10 @@ def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: S
     assert "has begun" in (origin.reason or "")
 
 
-def test_a_load_that_is_repeated_changes_nothing(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
-) -> None:
-    old = serve_buffer(**sections(store)).client()
-    fill(old)
-    saved(old, "all")
-    new = serve_buffer(**sections(store, "other")).client()
-    loaded(new, "test/all")
-    before = (log_of(redis, "other"), stored(redis, "other"))
-    assert loaded(new, "test/all").state == "complete"
-    assert (log_of(redis, "other"), stored(redis, "other")) == before
-
-
+@pytest.mark.usefixtures("groups")
 def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
     serve_buffer: ServeBuffer, store: FileStore
 ) -> None:
-    old = serve_buffer(**sections(store)).client()
-    fill(old)
-    saved(old, "all")
     hot = serve_buffer(**sections(store, "hot", model={"policy_temperature": 0.5})).client()
     assert "policy_temperature 1, and this run has 0.5" in (loaded(hot, "test/all").reason or "")
     other = serve_buffer(**sections(store, "other")).client()
@@ -233,63 +226,37 @@ def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
 
 
 def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, groups: list[list[bytes]]
 ) -> None:
-    old = serve_buffer(**sections(store)).client()
-    groups = fill(old)
-    saved(old, "all")
     new = serve_buffer(**sections(store, "small", buffer={"max_rollouts": 8})).client()
     assert loaded(new, "test/all").state == "complete"
     assert stored(redis, "small").keys() == {*groups[1], *groups[2]}
     assert new.stats().evicted == {"max_rollouts": 4}
 
 
-def with_snapshot(redis: RedisProcess, store: FileStore, run: str, snapshot: str, **more: Any) -> BufferThread:
-    """A buffer whose recipe says what the run begins with."""
-    recipe = make_recipe(run=run, store={"url": store.url}, buffer={"redis_url": redis.url}, **more)
-    section = RunSection(name=run, snapshot=snapshot)
-    return BufferThread(recipe.model_copy(update={"run": section}))
-
-
-def test_the_recipe_says_what_a_run_begins_with(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
-) -> None:
-    old = serve_buffer(**sections(store)).client()
-    fill(old)
-    saved(old, "all")
-    buffer = with_snapshot(redis, store, "other", "test/all")
-    try:
-        client = buffer.client(retry_s=20.0)
-        client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))  # waits for the load
-        assert client.run().origin == ended_load(client)
-        assert client.stats().num_rollouts == 12
-    finally:
-        buffer.stop()
-    again = with_snapshot(redis, store, "other", "test/all")
-    try:
-        assert ended_load(again.client()).state == "complete"
-        assert again.client().stats().num_rollouts == 12
-    finally:
-        again.stop()
+@pytest.mark.usefixtures("groups")
+def test_the_recipe_says_what_a_run_begins_with(serve_buffer: ServeBuffer, store: FileStore) -> None:
+    begun = sections(store, {"name": "other", "snapshot": "test/all"})
+    buffer = serve_buffer(**begun)
+    client = buffer.client(retry_s=20.0)
+    client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))  # waits for the load
+    assert client.run().origin == ended_load(client)
+    assert client.stats().num_rollouts == 12
+    buffer.stop()
+    again = serve_buffer(**begun).client()
+    assert ended_load(again).state == "complete"
+    assert again.stats().num_rollouts == 12
 
 
 def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+    serve_buffer: ServeBuffer, store: FileStore
 ) -> None:
-    buffer = with_snapshot(redis, store, "other", "test/none")
-    try:
-        assert ended_load(buffer.client()).state == "failed"
-        with pytest.raises(ConflictError, match="there is no snapshot test/none"):
-            buffer.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
-    finally:
-        buffer.stop()
     start_lineage(serve_buffer(**sections(store, "late")).client())
-    late = with_snapshot(redis, store, "late", "test/none")
-    try:
-        with pytest.raises(ConflictError, match="has begun without it"):
-            late.client().new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
-    finally:
-        late.stop()
+    for run, says in (("other", "there is no snapshot test/none"), ("late", "has begun without it")):
+        client = serve_buffer(**sections(store, {"name": run, "snapshot": "test/none"})).client()
+        until("the end of the load", lambda client=client: (o := client.run().origin) is None or o.state != "loading")
+        with pytest.raises(ConflictError, match=says):
+            client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
 
 
 def test_a_store_that_is_away_fails_the_save_with_its_reason(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
@@ -321,8 +288,7 @@ def test_a_rollout_that_cannot_be_read_is_left_out_of_a_snapshot(
 ) -> None:
     first = serve_buffer(**sections(store))
     old = first.client()
-    old.upload_prompts(make_prompts(3, 2))
-    start_lineage(old)
+    begin_run(old, 3, 2)
     pushed = old.push(make_payloads(["train-0", "train-1", "train-2"])).outcomes
     before = stored(redis)
     bad = next(item for item in pushed if item.rollout_id is not None).rollout_id or ""
@@ -342,9 +308,7 @@ def test_a_rollout_that_cannot_be_read_is_left_out_of_a_snapshot(
 def test_a_save_fails_with_the_name_of_the_field_that_says_where_the_run_stands(
     serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, field: str
 ) -> None:
-    client = serve_buffer(**sections(store)).client()
-    client.upload_prompts(make_prompts(3, 2))
-    start_lineage(client)
+    client, _ = serve_buffer(**sections(store)).begin(3, 2)
     with Redis.from_url(redis.url) as known:
         known.hset("tba:test:run", field, b"\xff")
     info = saved(client, "damaged")

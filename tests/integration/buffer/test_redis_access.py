@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,8 @@ async def durability_of(
     url: str, *, tls: dict[str, Any] | None = None, **buffer: Any
 ) -> AsyncIterator[DurabilityCheck]:
     recipe = make_recipe(buffer={"redis_url": url, **buffer}, tls=tls or {})
-    durability = DurabilityCheck(redis_access(recipe))
-    try:
+    async with aclosing(DurabilityCheck(redis_access(recipe))) as durability:
         yield durability
-    finally:
-        await durability.aclose()
 
 
 def test_rollouts_go_through_an_encrypted_redis_with_a_password(rediss: str, locked: None, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 from tba_buffer.storage.redis_client import MultiplexedConnection, connect, redis_errors
 
-from tba.config.redis import RedisAccess, redis_access
+from tba.config.redis import RedisAccess
 from tba.errors import UnavailableError
-from tests.support.buffer import make_recipe
 from tests.support.redis_process import RedisProcess, start_redis
 
 # ---- The shared connection to Redis ---------------------------------------------------------------------------------
@@ -41,6 +41,16 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
     process = start_redis(tmp_path)
     yield process
     process.stop()
+
+
+@contextmanager
+def silent(redis: RedisProcess) -> Iterator[None]:
+    """It neither reads nor answers meanwhile."""
+    redis.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
@@ -102,8 +112,7 @@ async def test_a_caller_that_gives_up_half_way_through_a_write_leaves_the_others
 ) -> None:
     """A stopped Redis takes a part of the 30 MB; the rest waits in this process when its caller leaves."""
     await line.run(("SET", "counter", "1"))
-    redis.process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(redis):
         before = asyncio.create_task(line.run(("INCR", "counter")))
         large = asyncio.create_task(line.run(("SET", "large", bytes(30_000_000))))
         for _ in range(10):  # turns of the event loop: what the socket takes is written
@@ -112,8 +121,6 @@ async def test_a_caller_that_gives_up_half_way_through_a_write_leaves_the_others
         large.cancel()
         with pytest.raises(asyncio.CancelledError):
             await large
-    finally:
-        redis.process.send_signal(signal.SIGCONT)
     assert (await before, await after) == ([2], [12, 30_000_000])  # each ran once, in order
     others = [info for info in await client.client_list() if not info["cmd"].startswith("client")]
     assert len(others) == 1
@@ -124,8 +131,7 @@ async def test_the_last_caller_to_leave_a_late_connection_closes_it(
 ) -> None:
     """One call expires, then the other is cancelled, while Redis still says nothing."""
     await line.run(("PING",))
-    redis.process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(redis):
         patient = asyncio.create_task(line.run(("PING",)))
         await asyncio.sleep(0)
         monkeypatch.setattr("tba_buffer.storage.redis_client.SOCKET_TIMEOUT_S", 0.2)
@@ -137,8 +143,6 @@ async def test_the_last_caller_to_leave_a_late_connection_closes_it(
             await patient
         await asyncio.wait([reading], timeout=10)
         assert reading.done()
-    finally:
-        redis.process.send_signal(signal.SIGCONT)
 
 
 async def test_closing_also_ends_connections_that_wait_for_late_replies(
@@ -146,8 +150,7 @@ async def test_closing_also_ends_connections_that_wait_for_late_replies(
 ) -> None:
     line = MultiplexedConnection(client)
     await line.run(("PING",))
-    redis.process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(redis):
         patient = asyncio.create_task(line.run(("BLPOP", "nothing", "0"), ("SET", "large", bytes(30_000_000))))
         await asyncio.sleep(0)
         monkeypatch.setattr("tba_buffer.storage.redis_client.SOCKET_TIMEOUT_S", 0.2)
@@ -157,8 +160,6 @@ async def test_closing_also_ends_connections_that_wait_for_late_replies(
         assert not reading_tasks()
         with pytest.raises(ConnectionError):
             await patient
-    finally:
-        redis.process.send_signal(signal.SIGCONT)
 
 
 async def test_a_connection_that_ends_in_the_middle_of_the_replies_is_replaced_and_both_are_asked_again() -> None:
@@ -216,12 +217,8 @@ async def test_a_late_reply_goes_to_nobody(
 ) -> None:
     await line.run(("SET", "counter", "1"))
     monkeypatch.setattr("tba_buffer.storage.redis_client.SOCKET_TIMEOUT_S", 0.3)
-    redis.process.send_signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(TimeoutError):
-            await line.run(("INCR", "counter"))  # never repeated: it may still be running
-    finally:
-        redis.process.send_signal(signal.SIGCONT)
+    with silent(redis), pytest.raises(TimeoutError):
+        await line.run(("INCR", "counter"))  # never repeated: it may still be running
     monkeypatch.undo()
     replies = await asyncio.gather(*(line.run(("ECHO", str(i)), ("GET", "counter")) for i in range(5)))
     assert replies == [[b"%d" % i, b"2"] for i in range(5)]
@@ -231,16 +228,13 @@ async def test_what_is_under_way_with_a_late_call_still_gets_its_reply(
     line: MultiplexedConnection, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await line.run(("SET", "key", "value"))
-    redis.process.send_signal(signal.SIGSTOP)
-    try:
+    with silent(redis):
         patient = asyncio.create_task(line.run(("GET", "key")))
         await asyncio.sleep(0)
         monkeypatch.setattr("tba_buffer.storage.redis_client.SOCKET_TIMEOUT_S", 0.2)
         with pytest.raises(TimeoutError):
             await line.run(("GET", "key"))
         assert not patient.done()
-    finally:
-        redis.process.send_signal(signal.SIGCONT)
     assert await patient == [b"value"]
 
 
@@ -260,11 +254,8 @@ async def test_closing_ends_what_waits(client: Redis) -> None:
 
 
 def run(redis: RedisProcess, check: Any) -> None:
-    async def on_connect(connection: Any) -> None:
-        await connection.on_connect()
-
     async def work() -> None:
-        client = connect(redis_access(make_recipe(buffer={"redis_url": redis.url})), on_connect)
+        client = connect(RedisAccess(redis.url), nothing_more)
         try:
             await check(client)
         finally:

@@ -5,20 +5,11 @@ It has `aof-load-truncated no`, without which the buffer takes none: Redis does 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.buffer import (
-    ROOT,
-    SERVICE_PATHS,
-    make_recipe,
-    write_recipe,
-)
 from tests.support.buffer_reads import readyz
 from tests.support.metrics import values
 from tests.support.redis_process import OF_OTHERS, RedisProcess, free_port
@@ -92,26 +83,14 @@ def test_a_redis_of_others_does_not_start_over_a_torn_end_until_the_script_has_r
     assert len(world.acknowledged) >= 20
 
 
-def test_a_restart_over_a_whole_file_is_no_event(world: RedisWorld) -> None:
-    restart(world.redis)
-    until("a push is accepted", lambda: world.why_refused() is None)
-    assert readyz(world.buffer.url)[0] == 200
-    assert world.outcomes_again() == {"duplicate"}
-
-
-def damage(world: RedisWorld, more: int) -> None:
-    """A half push stands before the last but one and takes its place in the log, and `more` positions after it."""
+def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(world: RedisWorld) -> None:
+    """A half push takes the place of the last but one: there is no gap in the log, and its end is where it was."""
     world.redis.kill()
     path = aof(world.redis.folder)
     data = path.read_bytes()
     begin, position, records = last_push(data[: last_push(data)[0]])
-    path.write_bytes(data[:begin] + half_push(position + more, records) + data[begin:])
-
-
-def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(world: RedisWorld) -> None:
-    """Its entries follow each other without a gap, and its end is where it was."""
-    damage(world, more=0)
-    damaged = aof(world.redis.folder).read_bytes()
+    damaged = data[:begin] + half_push(position, records) + data[begin:]
+    path.write_bytes(damaged)
     world.redis.start()
     until("it is refused", lambda: "is not the one that was acknowledged" in (world.why_refused() or ""), deadline_s=60)
     until("not ready", lambda: readyz(world.buffer.url)[0] == 503)
@@ -119,24 +98,3 @@ def test_a_log_that_is_another_one_than_was_acknowledged_is_refused_at_once(worl
     assert values(world.buffer.url, "tba_redis_durable")[()] == 0
     assert world.client.run().state == "running"  # reading continues
     assert aof(world.redis.folder).read_bytes()[: len(damaged)] == damaged, "somebody may yet repair it"
-
-
-def test_a_buffer_that_starts_over_a_log_with_a_gap_says_so_in_one_sentence(world: RedisWorld, tmp_path: Path) -> None:
-    damage(world, more=2)
-    world.redis.start()
-    until("it is refused", lambda: "tba buffer load" in (world.why_refused() or ""))
-    recipe = make_recipe(buffer={"redis_url": world.redis.url, "port": free_port()})
-    ended = subprocess.run(
-        [sys.executable, "-m", "tba_buffer", "--config", str(write_recipe(tmp_path / "recipe.json", recipe))],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr + ended.stdout
-    (sentence,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
-    assert "the log of run 'test' in Redis is not whole" in sentence
-    assert "tba buffer load" in sentence

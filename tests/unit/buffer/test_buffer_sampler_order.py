@@ -16,15 +16,18 @@ from tba_buffer.sampling.mop import Slot, draw_slots, drawn_event
 from tba.config.sections import SamplingSection
 from tba.versions import START, PolicyVersion
 from tests.support.chi_square import assert_follows
-from tests.support.index_values import Item, fingerprint, index_of, make_added, make_evicted, make_index
+from tests.support.index_values import (
+    Item,
+    fingerprint,
+    index_of,
+    make_added,
+    make_evicted,
+    make_index,
+    make_sampling,
+)
 
 V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
 BOTH_WAYS = pytest.mark.parametrize("big_prompt", [512, 2])
-
-
-def make_settings(*, inverse_temperature: float = 0.0, **changes) -> SamplingSection:
-    plain = {"prompts_per_batch": 1, "group_size": 2, "most_on_policy_prob": 0.0}
-    return SamplingSection(reward_inverse_temperature=inverse_temperature, **{**plain, **changes})
 
 
 @dataclass
@@ -78,7 +81,7 @@ def test_every_prompt_is_used_before_one_is_used_again(
 ) -> None:
     """After any number of batches the uses of two prompts differ by one at most."""
     run = Run(index_of([[0.0, 1.0]] * num_prompts), [])
-    draw, uses = make_settings(prompts_per_batch=num_slots, most_on_policy_prob=most_on_policy_prob), Counter[int]()
+    draw, uses = make_sampling(prompts_per_batch=num_slots, most_on_policy_prob=most_on_policy_prob), Counter[int]()
     for _ in range(200 // num_slots):
         slots = run.draw(draw)
         assert len({slot.prompt for slot in slots}) == min(num_slots, num_prompts)
@@ -100,7 +103,7 @@ def test_prompts_that_stay_have_their_turn_whatever_comes_and_goes(
     """A slot never takes a prompt while one of the pool with fewer turns is new to the batch."""
     rng = np.random.default_rng(seed)
     run = Run.of(make_added(1, [Item(prompt=at // 2) for at in range(16)]))
-    draw = make_settings(prompts_per_batch=num_slots, most_on_policy_prob=m)
+    draw = make_sampling(prompts_per_batch=num_slots, most_on_policy_prob=m)
     for step in steps:
         index, position = run.index, run.index.position + 1
         if step == "push":
@@ -137,8 +140,8 @@ def test_prompts_that_stay_have_their_turn_whatever_comes_and_goes(
 def test_what_is_left_of_an_epoch_is_chosen_uniformly(num_prompts: int) -> None:
     """Two turns are taken; the third is uniform among the others."""
     run = Run(index_of([[0.0, 1.0]] * num_prompts), [])
-    taken = {run.draw(make_settings())[0].prompt for _ in range(2)}
-    chosen = [draw_slots(run.index, make_settings(), seed)[0].prompt for seed in range(1500)]
+    taken = {run.draw(make_sampling())[0].prompt for _ in range(2)}
+    chosen = [draw_slots(run.index, make_sampling(), seed)[0].prompt for seed in range(1500)]
     left = [prompt not in taken for prompt in range(num_prompts)]
     assert_follows(np.bincount(chosen, minlength=num_prompts), np.array(left) / sum(left))
 
@@ -146,10 +149,10 @@ def test_what_is_left_of_an_epoch_is_chosen_uniformly(num_prompts: int) -> None:
 def test_a_new_prompt_joins_the_round_that_is_running() -> None:
     run = Run(index_of([[0.0, 1.0]] * 3), [])
     for _ in range(31):  # ten rounds, and one prompt of the next
-        run.draw(make_settings())
+        run.draw(make_sampling())
     run.apply(make_added(run.index.position + 1, [Item(prompt=9), Item(prompt=9)]))
-    assert len({run.draw(make_settings())[0].prompt for _ in range(3)} & {0, 1, 2}) == 2  # the rest of the round, and 9
-    uses = Counter(run.draw(make_settings())[0].prompt for _ in range(40))
+    assert len({run.draw(make_sampling())[0].prompt for _ in range(3)} & {0, 1, 2}) == 2  # the rest of the round, and 9
+    uses = Counter(run.draw(make_sampling())[0].prompt for _ in range(40))
     assert set(uses.values()) == {10}
 
 
@@ -158,7 +161,7 @@ def test_recent_and_replay_slots_take_turns_apart() -> None:
     run = Run.of(make_added(1, old), Publication(21, V1), make_added(22, new), Publication(30, V2))
     uses = {"recent": Counter[int](), "replay": Counter[int]()}
     for _ in range(120):
-        (slot,) = run.draw(make_settings(most_on_policy_prob=0.4))
+        (slot,) = run.draw(make_sampling(most_on_policy_prob=0.4))
         uses[slot.source][slot.prompt] += 1
     for source, num_prompts in (("recent", 4), ("replay", 10)):
         num = [uses[source][prompt] for prompt in range(num_prompts)]
@@ -169,8 +172,8 @@ def test_recent_and_replay_slots_take_turns_apart() -> None:
 def test_a_void_batch_gives_its_turns_and_uses_back() -> None:
     run = Run(index_of([[0.0, 1.0]] * 6, max_uses=1), [])
     before = run.index.pack_draws(), run.index.num_drawable
-    first = {slot.prompt for slot in run.draw(make_settings(prompts_per_batch=4))}
-    assert {slot.prompt for slot in draw_slots(run.index, make_settings(prompts_per_batch=2), 0)} == set(
+    first = {slot.prompt for slot in run.draw(make_sampling(prompts_per_batch=4))}
+    assert {slot.prompt for slot in draw_slots(run.index, make_sampling(prompts_per_batch=2), 0)} == set(
         range(6)
     ) - first
     run.void(1, 77)
@@ -181,11 +184,11 @@ def test_a_void_batch_gives_its_turns_and_uses_back() -> None:
 
 def test_a_resume_gives_back_what_it_abandons() -> None:
     run = Run(index_of([[0.0, 1.0]] * 8, max_uses=1), [])
-    drawn = [run.draw(make_settings())[0] for _ in range(5)]  # steps 1 to 5 of lineage 1
+    drawn = [run.draw(make_sampling())[0] for _ in range(5)]  # steps 1 to 5 of lineage 1
     run.apply(Resumed(run.index.position + 1, (PolicyVersion(1, 3), START)))
     kept = {slot.prompt for slot in drawn[:3]}
     assert run.index.num_used_up == 6
-    slots = draw_slots(run.index, make_settings(prompts_per_batch=5), seed=0)
+    slots = draw_slots(run.index, make_sampling(prompts_per_batch=5), seed=0)
     assert {slot.prompt for slot in slots} == set(range(8)) - kept
     run.void(5)  # it was given back already
     assert run.index.num_used_up == 6
@@ -193,7 +196,7 @@ def test_a_resume_gives_back_what_it_abandons() -> None:
 
 def test_a_resume_over_the_end_of_an_epoch_opens_it_again() -> None:
     added = make_added(1, [Item(prompt=p, reward=r) for p in range(40) for r in (0.0, 1.0)])
-    run, draw = Run.of(added), make_settings(prompts_per_batch=16)
+    run, draw = Run.of(added), make_sampling(prompts_per_batch=16)
     first = [slot.prompt for slot in run.draw(draw)]
     for _ in range(4):
         run.draw(draw)
@@ -207,7 +210,7 @@ def test_a_resume_over_the_end_of_an_epoch_opens_it_again() -> None:
 
 
 def test_a_resume_at_the_start_leaves_nothing_that_a_rebuilt_index_does_not_know() -> None:
-    run, draw = Run(index_of([[0.0, 1.0]] * 16), []), make_settings(prompts_per_batch=16)
+    run, draw = Run(index_of([[0.0, 1.0]] * 16), []), make_sampling(prompts_per_batch=16)
     for _ in range(2):
         run.draw(draw)
     run.apply(Resumed(run.index.position + 1, (START,)))
@@ -223,7 +226,7 @@ def test_a_resume_at_the_start_leaves_nothing_that_a_rebuilt_index_does_not_know
 
 def test_a_batch_that_is_void_after_the_next_round_began_has_its_turns_first() -> None:
     added = make_added(1, [Item(prompt=p, reward=r) for p in range(32) for r in (0.0, 1.0)])
-    run, draw = Run.of(added), make_settings(prompts_per_batch=16)
+    run, draw = Run.of(added), make_sampling(prompts_per_batch=16)
     batches = [[slot.prompt for slot in run.draw(draw)] for _ in range(3)]  # the third begins the second round
     run.void(2)
     uses = Counter(batches[0] + batches[2])
@@ -237,7 +240,7 @@ def test_a_batch_that_is_void_after_the_next_round_began_has_its_turns_first() -
 
 def test_weighted_prompts_take_no_turns() -> None:
     run = Run(index_of([[0.0, 1.0]] * 4), [])
-    run.draw(make_settings(prompts_per_batch=3, prioritise="across"))
+    run.draw(make_sampling(prompts_per_batch=3, prioritise="across"))
     assert not run.index.draws.turns.any()
 
 
@@ -251,7 +254,7 @@ def test_no_rollout_is_in_more_batches_than_allowed_and_all_uses_are_spent(
     max_uses: int, prioritise: str, big_prompt: int
 ) -> None:
     run = Run(index_of([[0.0, 1.0, 2.0, 0.5]] * 5, max_uses=max_uses, big_prompt=big_prompt, min_distinct=1), [])
-    draw = make_settings(
+    draw = make_sampling(
         prompts_per_batch=2,
         most_on_policy_prob=0.3,
         inverse_temperature=1.0,
@@ -271,10 +274,10 @@ def test_no_rollout_is_in_more_batches_than_allowed_and_all_uses_are_spent(
 def test_the_bound_leaves_the_probabilities_of_the_others(big_prompt: int) -> None:
     """Rollout 2 is used up; pairs of the other three follow the softmax over them."""
     run = Run(index_of([[0.0, 1.0, 5.0, 0.5]], max_uses=1, big_prompt=big_prompt), [])
-    draw_slots(run.index, make_settings(inverse_temperature=1.0), 0)  # from here on there is a tree
+    draw_slots(run.index, make_sampling(inverse_temperature=1.0), 0)  # from here on there is a tree
     slot = Slot(0, "replay", False, np.array([2]), 1)
     run.apply(drawn_event(run.index, [slot], "b", PolicyVersion(1, 1)))
-    slots = draw_slots(run.index, make_settings(prompts_per_batch=4000, inverse_temperature=1.0), 1)
+    slots = draw_slots(run.index, make_sampling(prompts_per_batch=4000, inverse_temperature=1.0), 1)
     first = np.bincount([slot.rows[0] for slot in slots], minlength=4)
     weights = np.exp([0.0, 1.0, -np.inf, 0.5])
     assert_follows(first, weights / weights.sum())
@@ -284,7 +287,7 @@ def test_the_bound_leaves_the_probabilities_of_the_others(big_prompt: int) -> No
 def test_another_bound_counts_the_same_uses() -> None:
     run = Run(index_of([[0.0, 1.0]] * 3), [])
     for _ in range(4):
-        run.draw(make_settings())
+        run.draw(make_sampling())
     for max_uses, num_used_up in ((None, 0), (1, 6), (2, 2), (3, 0)):
         other = Index(IndexSettings(max_uses=max_uses))
         other.restore(run.index.checkpoint())

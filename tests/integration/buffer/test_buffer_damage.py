@@ -25,7 +25,7 @@ from tba.api import (
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, UnavailableError
 from tba.wire import Batch, encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout, start_lineage
+from tests.support.buffer import make_recipe, make_rollout
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.buffer_reads import ask, read_everything
 from tests.support.leases import fulfil, lease, request_eval
@@ -33,14 +33,8 @@ from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
 KEYS = Keys("test")
+SAMPLING = {"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}
 DAMAGE = [b"\xff\x00", b"", b"null", b"[]", b"7", b'{"p": 5, "l": "", "n": 1}', b'{"n": "many"}', b"[" * 5000]
-
-
-def begin(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
-    client = serve_buffer(**sections).client()
-    client.upload_prompts(make_prompts(4, 3))
-    start_lineage(client)
-    return client
 
 
 def store(server: RedisProcess) -> Redis:
@@ -59,7 +53,7 @@ def in_flight(server: RedisProcess) -> int:
 def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_continue(
     serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
-    client = begin(serve_buffer)
+    client, _ = serve_buffer().begin(4, 3)
     bad, good, left = lease(client, 3).leases
     with store(redis) as known:
         known.hset(KEYS.visits, bad.visit_id, damage)
@@ -80,9 +74,8 @@ def test_a_damaged_visit_is_dropped_and_other_pushes_and_leases_continue(
 def test_a_damaged_lease_is_unknown_to_its_holder_and_what_it_owed_is_leased_again(
     serve_buffer: ServeBuffer, redis: RedisProcess, damage: bytes
 ) -> None:
-    client = serve_buffer(eval={"timeout_s": 20_000.0}).client()
-    client.upload_prompts(make_prompts(4, 3))
-    request_eval(client, start_lineage(client))
+    client, lineage = serve_buffer(eval={"timeout_s": 20_000.0}).begin(4, 3)
+    request_eval(client, lineage)
     leases = lease(client, 8).leases
     trained = [item for item in leases if item.kind == "train"]
     (bad, good), bad_unit = trained[:2], next(item for item in leases if item.kind != "train")
@@ -109,9 +102,7 @@ def begin_with_damage(
     serve_buffer: ServeBuffer, server: RedisProcess, damaged: bytes = b"\xff\x00"
 ) -> tuple[BufferClient, LineageReply, str]:
     """Six scored rollouts of one prompt, one of which is damaged."""
-    client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
-    client.upload_prompts(make_prompts(1))
-    lineage = start_lineage(client)
+    client, lineage = serve_buffer(sampling=SAMPLING).begin(1)
     client.push([encode_rollout(make_rollout(reward=float(i))) for i in range(6)])
     bad = client.list_rollouts().rollouts[0].rollout_id
     with store(server) as known:
@@ -167,24 +158,15 @@ def test_a_batch_of_damaged_rollouts_alone_is_acked_as_skipped_and_never_drawn_a
     assert busy.value.wait == "rollouts"
 
 
-@pytest.mark.parametrize("places", [[4], [0, 1]])
-def test_an_ack_names_places_of_its_batch_and_no_more_than_it_refused(
-    serve_buffer: ServeBuffer, redis: RedisProcess, places: list[int]
+def test_an_ack_names_places_of_its_batch_that_it_refused_and_what_can_be_read_does_not_fail_by_that(
+    serve_buffer: ServeBuffer,
 ) -> None:
-    client, lineage, _ = begin_with_damage(serve_buffer, redis)
+    client, lineage = serve_buffer(sampling=SAMPLING).begin(1, per_prompt=6)
     who: dict[str, Any] = {"lineage": lineage.lineage, "step": 1, "token": lineage.token}
     batch = client.draw_batch(BatchRequest(trainer_id="t", **who))
-    with pytest.raises(BadRequestError):
-        client.ack(batch.batch_id, AckRequest(refused={"malformed": 1}, unreadable=places, **who))
-
-
-def test_a_rollout_that_the_buffer_can_read_does_not_fail_because_an_ack_names_it(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(sampling={"min_size_to_sample": 1, "prompts_per_batch": 1, "group_size": 4}).client()
-    client.upload_prompts(make_prompts(1))
-    lineage = start_lineage(client)
-    client.push([encode_rollout(make_rollout(reward=float(i))) for i in range(6)])
-    who: dict[str, Any] = {"lineage": lineage.lineage, "step": 1, "token": lineage.token}
-    batch = client.draw_batch(BatchRequest(trainer_id="t", **who))
+    for places in ([4], [0, 1]):
+        with pytest.raises(BadRequestError):
+            client.ack(batch.batch_id, AckRequest(refused={"malformed": 1}, unreadable=places, **who))
     client.ack(batch.batch_id, AckRequest(refused={"schema-version": 1}, unreadable=[0], policy_ages=[0] * 3, **who))
     assert client.stats().num_failed == 0
 
@@ -220,7 +202,7 @@ def ready(client: BufferClient) -> None:
 def test_a_damaged_number_that_losses_are_found_by_is_taken_as_a_loss(
     serve_buffer: ServeBuffer, redis: RedisProcess, name: str, value: bytes, is_restored: bool
 ) -> None:
-    client = begin(serve_buffer)
+    client, _ = serve_buffer().begin(4)
     client.push([encode_rollout(make_rollout()) for _ in range(3)])
     key = KEYS.run if name == "changes_missing" else KEYS.counters
     with store(redis) as known:
@@ -248,9 +230,7 @@ def test_counters_that_are_older_than_the_log_are_a_loss_that_can_be_accepted(
     serve_buffer: ServeBuffer, redis: RedisProcess
 ) -> None:
     first = serve_buffer()
-    client = first.client()
-    client.upload_prompts(make_prompts(4))
-    start_lineage(client)
+    client, _ = first.begin(4)
     client.push([encode_rollout(make_rollout())])
     with store(redis) as known:
         older = known.hgetall(KEYS.counters)

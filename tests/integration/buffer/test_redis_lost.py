@@ -87,7 +87,7 @@ def metric(url: str, name: str) -> float:
 def beat(world: World) -> None:
     """Send a heartbeat of a trainer; the trainer stays when the buffer ends."""
     world.client._acknowledged = world.heard
-    world.client.heartbeat(make_heartbeat(kind="trainer"))
+    world.client.heartbeat(make_heartbeat("trainer-one", "trainer"))
     world.heard = world.client._acknowledged
 
 
@@ -159,7 +159,7 @@ def test_what_is_refused_over_an_emptied_redis_begins_no_run_in_it(world: World)
     world.restart_over(None)
     world.refused(LOST)
     with pytest.raises(ConflictError):
-        world.client.heartbeat(make_heartbeat(kind="searcher", run="another"))
+        world.client.heartbeat(make_heartbeat("searcher-one", "searcher", run="another"))
     with Redis.from_url(world.redis.url) as admin:
         assert admin.exists("tba:test:counters") == 0
     world.start_buffer()
@@ -224,9 +224,9 @@ def test_a_loss_is_found_again_by_a_buffer_over_a_redis_that_was_restored_once_m
 def test_what_a_searcher_or_nobody_or_the_trainer_of_another_run_says_stops_nothing(world: World) -> None:
     claim = {ACKNOWLEDGED_HEADER: f"{'0' * 16}:999999"}
     world.client._call(
-        "POST", "/v1/heartbeats", msgpack=encode_heartbeat(make_heartbeat(kind="searcher")), headers=claim
+        "POST", "/v1/heartbeats", msgpack=encode_heartbeat(make_heartbeat("searcher-one", "searcher")), headers=claim
     )
-    body = encode_heartbeat(make_heartbeat(kind="trainer", run="another"))
+    body = encode_heartbeat(make_heartbeat("trainer-one", "trainer", run="another"))
     with pytest.raises(ConflictError):
         world.client._call("POST", "/v1/heartbeats", msgpack=body, headers=claim)
     for text in ("", "x", "0:1", f"{'0' * 16}:{2**60}", f"{'0' * 16}:-1"):

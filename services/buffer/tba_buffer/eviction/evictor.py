@@ -61,7 +61,7 @@ class Evictor:
 
     def record_step(self, now: PolicyVersion) -> bool:
         """Return whether `enforce` must run because the trainer stands at `now`: rollouts may be too old for it."""
-        return self._planner.is_due(now)
+        return self._planner.ages is not None and self._planner.ages.is_due(now)
 
     async def enforce(self) -> None:
         """Evict until everything that was stored before the call is within the limits.
@@ -118,5 +118,5 @@ class Evictor:
             # the planner counts its plan as done, and some of it may not have been: plan everything again
             self._planner, self._kept = EvictionPlanner(self._settings), stored
             if self._near_duplicates is not None:
-                self._near_duplicates.forget_comparisons()
+                self._near_duplicates.compared.clear()
             raise

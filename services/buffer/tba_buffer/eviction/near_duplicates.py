@@ -50,11 +50,8 @@ class NearDuplicateSearch:
         self._share = share
         self._index: Index | None = None
         self._codes: dict[int, str] = {}
-        self._compared: set[int] = set()
-
-    def forget_comparisons(self) -> None:
-        """Compare everything again, because the rollouts that were found may not have been evicted."""
-        self._compared.clear()
+        self.compared: set[int] = set()
+        """Positions that are not near to each other. Cleared where those that were found may not have been evicted."""
 
     async def find(self, index: Index) -> NDArray[np.int64]:
         """Return the log positions of the rollouts that must go, ascending.
@@ -62,11 +59,11 @@ class NearDuplicateSearch:
         The caller holds `Context.mutation_lock`, so nobody else changes or removes stored rollouts meanwhile.
         """
         if index is not self._index:  # after a loss Redis gives the lost positions to other rollouts
-            self._index, self._codes, self._compared = index, {}, set()
+            self._index, self._codes, self.compared = index, {}, set()
         rows = index.live_rows()
         rows = rows[index.column("status", rows) == SCORED]
         stored = set(index.column("position", rows).tolist())
-        new = stored - self._compared
+        new = stored - self.compared
         if not new:
             return NO_POSITIONS
         prompts = index.column("prompt", rows)
@@ -93,8 +90,8 @@ class NearDuplicateSearch:
             for position, prompt, reward in zip(positions, prompts, rewards, strict=True)
         ]
         # edit distances over a whole prompt would hold up every request
-        gone = await asyncio.to_thread(find_losers, live, self._compared, self._share)
-        self._compared = stored.difference(gone)
+        gone = await asyncio.to_thread(find_losers, live, self.compared, self._share)
+        self.compared = stored.difference(gone)
         return np.array(sorted(gone), dtype=np.int64)
 
 

@@ -44,7 +44,7 @@ class EvictionPlanner:
         self._seen_position = 0
         self._duplicates = _DuplicateTokens() if settings.deduplicate else None
         age_limit = settings.max_policy_age_steps
-        self._ages = None if age_limit is None else _PolicyAge(age_limit)
+        self.ages = None if age_limit is None else _PolicyAge(age_limit)
 
     @property
     def needs_new_rows(self) -> bool:
@@ -52,10 +52,6 @@ class EvictionPlanner:
         settings = self._settings
         limits = (settings.max_rollouts_per_prompt, settings.max_policy_age_steps)
         return settings.deduplicate or any(limit is not None for limit in limits)
-
-    def is_due(self, now: PolicyVersion) -> bool:
-        """Return whether a trainer at `now` can make something go that an earlier plan has kept."""
-        return self._ages is not None and self._ages.is_due(now)
 
     def plan(
         self, index: Index, tree: LineageTree, now: PolicyVersion | None, near_duplicates: Rows = NO_ROWS
@@ -79,8 +75,8 @@ class EvictionPlanner:
         if self._duplicates is not None:
             plan.drop("duplicate_tokens", self._duplicates.replaced(index, new))
         plan.drop("near_duplicate", near_duplicates)
-        if self._ages is not None and now is not None:
-            plan.drop("policy_age", self._ages.too_old(index, new, tree, now))
+        if self.ages is not None and now is not None:
+            plan.drop("policy_age", self.ages.too_old(index, new, tree, now))
         if cap is not None:
             plan.drop("prompt_cap", _over_prompt_cap(plan, new, cap))
         max_rollouts = self._settings.max_rollouts

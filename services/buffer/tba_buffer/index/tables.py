@@ -190,28 +190,26 @@ class VersionNumbers:
 
     def number_of(self, lineages: NDArray[np.uint32], steps: NDArray[np.uint64]) -> NDArray[np.int32]:
         """Return the number of each version (lineages [n], steps [n]); unknown ones get one. [n]"""
-        # one version, as in most pushes: without the two sorts below
         if (lineages == lineages[0]).all() and (steps == steps[0]).all():
-            return np.full(len(steps), self._number(int(lineages[0]), int(steps[0])), dtype=np.int32)
-        distinct, by_step = np.unique(steps, return_inverse=True)
-        keys = lineages.astype(np.uint64) * np.uint64(len(distinct)) + by_step.astype(np.uint64)
-        _, at, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        numbers = [self._number(int(lineages[i]), int(steps[i])) for i in at]
+            # one version, as in most pushes: without the two sorts below
+            at, inverse = [0], np.zeros(len(steps), dtype=np.int64)
+        else:
+            distinct, by_step = np.unique(steps, return_inverse=True)
+            keys = lineages.astype(np.uint64) * np.uint64(len(distinct)) + by_step.astype(np.uint64)
+            _, at, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        numbers = []
+        for version in [PolicyVersion(int(lineages[i]), int(steps[i])) for i in at]:
+            if version not in self._numbers:
+                # numbers are reused, so that the arrays grow with the live versions and not with all that ever were
+                number = self._free.pop() if self._free else len(self._numbers)
+                if number >= len(self.counts):
+                    for name in ("lineages", "steps", "counts"):
+                        column = getattr(self, name)
+                        setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+                self._numbers[version] = number
+                self.lineages[number], self.steps[number] = version.lineage, version.step
+            numbers.append(self._numbers[version])
         return np.array(numbers, dtype=np.int32)[inverse]
-
-    def _number(self, lineage: int, step: int) -> int:
-        version = PolicyVersion(lineage, step)
-        number = self._numbers.get(version)
-        if number is None:
-            # numbers are reused, so that the arrays grow with the live versions and not with all that ever were
-            number = self._free.pop() if self._free else len(self._numbers)
-            if number >= len(self.counts):
-                for name in ("lineages", "steps", "counts"):
-                    column = getattr(self, name)
-                    setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-            self._numbers[version] = number
-            self.lineages[number], self.steps[number] = lineage, step
-        return number
 
     def count(self, numbers: NDArray[np.int32], sign: int) -> None:
         """Count rollouts of these versions in (+1) or out (-1)."""

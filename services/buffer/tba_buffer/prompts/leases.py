@@ -100,7 +100,7 @@ class Leases:
         deadline_s = -math.inf if begin_s is None else begin_s + request.wait_s
         next_claim_s = -math.inf
         while True:
-            changed = self._context.leasable.ticket()  # before the attempt: a change during it ends the wait at once
+            changed = self._context.leasable.ticket  # before the attempt: a change during it ends the wait at once
             now_s = time.monotonic()
             leases, wait, snapshot = await self._attempt(
                 request, min_leases=request.min_leases if now_s < deadline_s else 1, always=now_s >= next_claim_s

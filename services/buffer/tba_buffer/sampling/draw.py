@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,7 +36,7 @@ from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import fenced, rollback_waits
 from tba_buffer.run.state import FlowSettings, RunSnapshot, RunStateReader, draw_limits, sampling_wait
-from tba_buffer.sampling.ledger import BatchRecord, GroupRecord
+from tba_buffer.sampling.ledger import BatchRecord, GroupRecord, decode_record
 from tba_buffer.sampling.mop import draw_slots, drawn_event
 from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
@@ -101,7 +102,7 @@ class BatchDrawer:
         with ExitStack() as held_waits:
             held = None
             while True:
-                changed = context.changed.ticket()  # before the attempt: a change during it ends the wait at once
+                changed = context.changed.ticket  # before the attempt: a change during it ends the wait at once
                 try:
                     async with self._drawing:
                         return await self._attempt(request)
@@ -166,7 +167,7 @@ class BatchDrawer:
                 "member": record.member,
                 "deadline_s": record.deadline_s,
                 "min_deadline_s": now + self._deadline_s / 2,
-                "record": record.encode(),
+                "record": msgspec.msgpack.encode(record),
                 "kept_ms": round((self._deadline_s + RECORD_KEPT_S) * 1000),
                 "num_rollouts": record.num_rollouts,
                 "log_position": record.log_position,
@@ -243,7 +244,7 @@ class BatchDrawer:
         with redis_errors("read a batch"):
             batch_id = member.partition(b"|")[0].decode(errors="replace")
             raw = await self._context.redis.get(keys.batch(batch_id))
-            record = raw and needed(keys.batch(batch_id), "batch", lambda: BatchRecord.decode(raw))
+            record = raw and needed(keys.batch(batch_id), "batch", lambda: decode_record(raw))
             if record and record.deadline_s >= min_deadline_s:
                 payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
                 if None not in payloads:

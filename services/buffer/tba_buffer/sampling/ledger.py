@@ -89,15 +89,6 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
             "distinct_rollouts": sum(len(set(group)) for group in ids),
         }
 
-    def encode(self) -> bytes:
-        """Encode as msgpack."""
-        return _ENCODER.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> BatchRecord:
-        """Read what `encode` wrote."""
-        return _DECODER.decode(data)
-
     def body(self, payloads: Sequence[bytes]) -> bytes:
         """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
         # payloads are in the order of `rollout_ids`: group after group
@@ -119,7 +110,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(BatchRecord)
+decode_record = msgspec.msgpack.Decoder(BatchRecord).decode
 
 
 def batch_member(batch_id: str, num_rollouts: int, lineage: int, step: int) -> str:
@@ -162,7 +153,7 @@ class BatchLedger:
         keys, now = self._context.keys, self._context.clock()
         with redis_errors("read a batch"):
             raw = await self._context.redis.get(keys.batch(batch_id))
-        record = raw and needed(keys.batch(batch_id), "batch", lambda: BatchRecord.decode(raw))
+        record = raw and needed(keys.batch(batch_id), "batch", lambda: decode_record(raw))
         num_rollouts = 0 if record is None else record.num_rollouts
         if record is not None:
             _check_counts(record, request)

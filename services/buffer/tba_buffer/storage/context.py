@@ -192,22 +192,19 @@ class Signal:
     """Wakes long polls when something they may wait for has changed.
 
     Example:
-        ticket = signal.ticket()    # before looking
+        ticket = signal.ticket    # before looking
         ...look, and find that it is not there yet...
         await signal.wait(ticket, 0.5)    # returns at once if something changed since the ticket was taken
     """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.ticket = asyncio.Event()
+        """For now: set with the next change."""
 
     def notify(self) -> None:
         """Wake all who wait."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    def ticket(self) -> asyncio.Event:
-        """Return a ticket for now."""
-        return self._event
+        self.ticket.set()
+        self.ticket = asyncio.Event()
 
     async def wait(self, ticket: asyncio.Event, timeout_s: float) -> None:
         """Wait until something has changed since the ticket was taken, at most `timeout_s`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from tba_buffer.service import Buffer
+from tba_buffer.index.log_follower import Compactor
 from tba_buffer.storage.keys import Keys
 
 from tba.api import (
@@ -226,11 +226,11 @@ def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffe
 
 
 def test_one_look_of_the_upkeep_that_fails_is_not_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def damaged(_: Buffer) -> None:
+    async def damaged(*_: object) -> None:
         raise ValueError("something in Redis is no number")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Buffer, "_tend", damaged)
+        patch.setattr(Compactor, "keep_up", damaged)
         until("it shows", lambda: b"something in Redis is no number" in ask(world.buffer.url, "/readyz")[1])
         world.push()
     until("it continues", lambda: ask(world.buffer.url, "/readyz")[0] == 200)

@@ -27,8 +27,7 @@ from tba_trainer.checkpoints import canary
 from tba_trainer.learner import learner, reference
 from tba_trainer.learner.learner import Learner
 from tba_trainer.memory_trace import step
-from tba_trainer.memory_trace.fake_device import FakeDevice
-from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.memory_trace.fake_device import FakeDevice, LiveBytes
 from tba_trainer.model.packing import PackedSequences
 from tba_trainer.model.parameters import published_tensors
 from torch import Tensor
@@ -235,7 +234,7 @@ def trace(recipe: Recipe, config: dict[str, Any]) -> dict[str, Any]:
         found["snapshot"] = device.seen
         return result
 
-    num_layers = step.num_layers_of(config)
+    num_layers = int(config[step.layers_key(config)])
     with patch.object(step, "measured", measured):
         size = step.trace_step(recipe, config, num_layers=num_layers, device=device)
     return {"bytes": asdict(size), **{part: seen.as_json() for part, seen in found.items()}}

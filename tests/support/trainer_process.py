@@ -174,10 +174,8 @@ class TrainerProcesses(StartedTrainers):
         self.pace_s = 0.0
         """Duration of every ack after the action of `at_call`: a slow signal must not find the run done."""
 
-    def start(self, *, num_processes: int = 1) -> subprocess.Popen[bytes]:
-        """Start the trainer, in several processes by torchrun."""
-        if num_processes > 1:
-            return self.spawn(command=["-m", "tba_trainer.distributed.launch", str(num_processes)])
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the trainer."""
         return self.spawn(command=["-c", UPLOADS_BESIDE]) if self.uploads_beside else self.spawn()
 
     def at_call(self, wanted: Callable[[str], bool], then: Callable[[], None]) -> threading.Event:

@@ -140,7 +140,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
     from tba_trainer.checkpoints import weight_files
     from tba_trainer.distributed.checkpoints import TeamCheckpoints
     from tba_trainer.distributed.leader import build
-    from tba_trainer.memory_trace.live_bytes import LiveBytes
+    from tba_trainer.memory_trace.fake_device import LiveBytes
 
     from tba.store import FileStore
     from tests.support.learner_values import make_state

@@ -13,6 +13,7 @@ from tba_trainer.trainer import train
 
 from tba.api import LedgerEntry, ResumeEntry
 from tba.config import Recipe
+from tba.errors import TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -23,16 +24,34 @@ from tests.support.trainer_values import RecordedBuffer
 class World:
     """A run: its buffer, its store, and trainers that start one after another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, store: FileStore | None = None, run: str = "demo") -> None:
         self.buffer = RecordedBuffer()
-        self.store = FileStore(folder / "store")
-        self.folder = folder
-        self.versions = WeightVersions(self.store, "demo")
+        self.store = store or FileStore(folder / "store")
+        self.folder, self.run = folder, run
+        self.versions = WeightVersions(self.store, run)
         self.stop = threading.Event()
 
     def train(self, recipe: Recipe) -> None:
         self.stop.clear()
         train(recipe, buffer=self.buffer, store=self.store, stop=self.stop)  # pyright: ignore[reportArgumentType]
+
+    def at(
+        self, method: str, action: Callable[[], object], *, step: int | None = None, lineage: int | None = None
+    ) -> None:
+        """Call `action` before each call of a method of the buffer while these are the last step and lineage."""
+
+        def before(called: str) -> None:
+            if called == method and step in (None, self.buffer.step) and lineage in (None, self.buffer.lineage):
+                action()
+
+        self.buffer.before = before
+
+    def train_until_killed(self, recipe: Recipe, method: str, **when: int) -> None:
+        """Train until a call of the buffer, which ends the trainer; the next one is not killed."""
+        self.at(method, raising(TbaError("killed")), **when)
+        with pytest.raises(TbaError, match="killed"):
+            self.train(recipe)
+        self.buffer.before = lambda method: None
 
     def tensors(self, version: str) -> dict[str, torch.Tensor]:
         return load_file(self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version).paths[0])
@@ -75,7 +94,7 @@ class World:
 
     def checkpoints(self) -> list[str]:
         """The versions whose checkpoints are complete in the store."""
-        keys = self.store.list("runs/demo/checkpoints/")
+        keys = self.store.list(f"runs/{self.run}/checkpoints/")
         return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
 
     def skipped(self) -> dict[int, str | None]:
@@ -97,6 +116,15 @@ def at_put(patch: pytest.MonkeyPatch, action: Callable[[str, Path], object]) -> 
         put_file(store, key, path, create_only=create_only)
 
     patch.setattr(FileStore, "put_file", put)
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    """A function that raises the error."""
+
+    def act() -> None:
+        raise error
+
+    return act
 
 
 def failing(times: int, error: Callable[[], Exception], method: str) -> Callable[[str], None]:

@@ -67,24 +67,20 @@ def run_trainer(recipe: Recipe) -> int:
     context, deadline_s = section.sharding.context, section.collective_timeout_s
     with Team.join(device=section.device, deadline_s=deadline_s, context=context) as team:
         if team.is_leader:
-            _lead(recipe, team)
+            # the leader alone talks to the buffer: followers get batches and commands over the process group
+            token = client_token(recipe.auth.tokens_file, "trainer")
+            buffer = BufferClient(recipe.buffer_url, token=token, retry_s=limits.RETRY_S, ca_file=recipe.tls.ca_file)
+            stop = threading.Event()
+            team.start_beats(on_loss=stop.set)
+            try:
+                end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
+                team.run_is_over = end == "done"
+            finally:
+                buffer.close()
         else:
             _follow(recipe, team)
-    counts = team.is_leader or not team.is_on_one_machine
+    counts = team.is_leader or team.num_local_ranks < team.num_ranks
     return EXIT_STOPPED if counts and not team.run_is_over else 0
-
-
-def _lead(recipe: Recipe, team: Team) -> None:
-    # the leader alone talks to the buffer: followers get batches and commands over the process group
-    token = client_token(recipe.auth.tokens_file, "trainer")
-    buffer = BufferClient(recipe.buffer_url, token=token, retry_s=limits.RETRY_S, ca_file=recipe.tls.ca_file)
-    stop = threading.Event()
-    team.start_beats(on_loss=stop.set)
-    try:
-        end = train(recipe, buffer=buffer, store=open_store(recipe.store), stop=stop, team=team)
-        team.run_is_over = end == "done"
-    finally:
-        buffer.close()
 
 
 def _follow(recipe: Recipe, team: Team) -> None:
@@ -247,18 +243,31 @@ def _train_to_end(lineage: LineageContext, start: WeightSnapshot, *, stores_star
 
     Args:
         start: the starting weights.
-        stores_start: the store is to get them, for searchers or as the base of adapters.
+        stores_start: the store is to get them even if they are not announced, for searchers or as the base of adapters.
     """
+    session, publisher, num_prompts = lineage.session, lineage.publisher, lineage.recipe.eval.num_prompts_final
     alive_file = os.environ.get(ALIVE_FILE_VARIABLE)
     heartbeats = Heartbeats(
         lineage.buffer, lineage.status, lineage.gauges, alive_file=Path(alive_file) if alive_file else None
     )
     heartbeats.start()
-    lineage.publisher.start()
+    publisher.start()
     end = None
     try:
         lineage.status.set_state("publishing")
-        _publish_first(lineage, start, stores_start=stores_start)
+        if session.announces_start:
+            publisher.submit(start, num_eval_prompts=num_prompts)
+        else:
+            if stores_start:
+                publisher.submit(start, announce=False)
+            else:
+                publisher.discard(start)
+            publisher.publish(lineage.snapshots, session.first)
+            lineage.learner.remember(session.first, same_as=session.parent)
+        publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
+        if not session.announces_start:
+            # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
+            lineage.evaluations.request(session.start, num_prompts)
         # what the start has made stays: to search modules of torch and transformers for cycles takes 0.15 s each time
         gc.freeze()
         with stop_on_signals(lineage.stop):
@@ -276,27 +285,5 @@ def _train_to_end(lineage: LineageContext, start: WeightSnapshot, *, stores_star
                     mark_started()
     finally:
         lineage.prefetcher.close()
-        lineage.publisher.close()
+        publisher.close()
         heartbeats.close()  # last: its final beat tells the buffer how it ended
-
-
-def _publish_first(context: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> None:
-    """Publish the first version of this lineage, and ask for the evaluation of the run's start.
-
-    Args:
-        stores_start: the store must hold 0-0 even if it is not announced, because searchers ask for it.
-    """
-    session, publisher, num_prompts = context.session, context.publisher, context.recipe.eval.num_prompts_final
-    if session.announces_start:
-        publisher.submit(start, num_eval_prompts=num_prompts)
-    else:
-        if stores_start:
-            publisher.submit(start, announce=False)
-        else:
-            publisher.discard(start)
-        publisher.publish(context.snapshots, session.first)
-        context.learner.remember(session.first, same_as=session.parent)
-    publisher.drain()  # no step before that: the searchers' first rollouts would otherwise be old at once
-    if not session.announces_start:
-        # a crash may have cut the evaluation of the start off; the buffer answers a finished one as it is
-        context.evaluations.request(session.start, num_prompts)

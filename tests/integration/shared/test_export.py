@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_trainer.checkpoints.export_upload import upload_export
+from tba_trainer.loop.shutdown import upload_export
 from tba_trainer.trainer import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -27,8 +27,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def at_upload(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
-    """Call a function with the version before the first file of a checkpoint is uploaded."""
-
     def install(action: Callable[[str], None]) -> None:
         def put(key: str, path: Path) -> None:
             if "/checkpoints/" in key and path.name == "model-00001.safetensors":
@@ -57,9 +55,7 @@ def registrations(world: World) -> list[tuple[str, int]]:
     return found
 
 
-def test_steps_go_on_during_an_upload_and_the_checkpoint_holds_the_weights_of_its_own_step(
-    world: World, model: Path, at_upload: Callable[..., None]
-) -> None:
+def test_steps_go_on_during_an_upload(world: World, model: Path, at_upload: Callable[..., None]) -> None:
     """The upload of 1-3 begins when step 5 is done, so a loop that waited for it would wait for ever."""
     at_upload(lambda version: until("step 5", lambda: version != "1-3" or world.buffer.step >= 5))
     found = registrations(world)
@@ -102,9 +98,7 @@ def test_a_failed_upload_is_taken_again_at_the_next_sync(
     assert tried[1] in {f"1-{step}" for step in range(26, 31)}
 
 
-def test_a_stop_during_an_upload_ends_with_the_newest_weights(
-    world: World, model: Path, at_upload: Callable[..., None]
-) -> None:
+def test_a_stop_during_an_upload_keeps_the_newest(world: World, model: Path, at_upload: Callable[..., None]) -> None:
     """The upload of 1-3 waits until the one of the last step, which SIGTERM asks for, has begun."""
     begun: list[str] = []
 
@@ -123,9 +117,7 @@ def test_a_stop_during_an_upload_ends_with_the_newest_weights(
     assert world.buffer.marks[-1] == "2-9"
 
 
-def test_a_stop_while_the_store_refuses_the_last_one_keeps_the_one_that_was_under_way(
-    world: World, model: Path, at_upload: Callable[..., None]
-) -> None:
+def test_a_refused_last_one_keeps_what_was_under_way(world: World, model: Path, at_upload: Callable[..., None]) -> None:
     def refuse_others(version: str) -> None:
         if version != "1-3":
             raise StoreUnavailableError("the store is away")
@@ -138,9 +130,7 @@ def test_a_stop_while_the_store_refuses_the_last_one_keeps_the_one_that_was_unde
     assert world.buffer.checkpoint == ("1-3", "runs/demo/checkpoints/1-3")
 
 
-def test_an_error_that_ends_the_trainer_during_an_upload_keeps_the_checkpoint(
-    world: World, model: Path, at_upload: Callable[..., None]
-) -> None:
+def test_an_error_during_an_upload_keeps_it(world: World, model: Path, at_upload: Callable[..., None]) -> None:
     failed: list[str] = []
     at_upload(lambda version: until("the error", lambda: failed))
 
@@ -201,21 +191,14 @@ def test_an_upload_without_room_that_takes_too_long_is_given_up_and_taken_again(
     monkeypatch.setattr(parts, "free_bytes", lambda: 0)
     monkeypatch.setattr(limits, "UPLOAD_S", 0.05)
     monkeypatch.setattr(checkpoint_writer, "STORE_TIMEOUT_S", 0.05)
-
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 3:
-            limits.UPLOAD_S = 60.0
-
-    world.buffer.before = before
+    world.at("ack", lambda: setattr(limits, "UPLOAD_S", 60.0), step=3)
     found = registrations(world)
     world.train(recipe_of(model))
     assert begun[:2] == ["1-3", "1-4"]
     assert found[0] == ("1-4", 4)
 
 
-def test_a_rollback_during_an_upload_leaves_nothing_that_looks_complete(
-    world: World, model: Path, at_upload: Callable[..., None]
-) -> None:
+def test_a_rollback_during_an_upload_leaves_nothing(world: World, model: Path, at_upload: Callable[..., None]) -> None:
     """1-3 is stored. The upload of 1-6 is under way when an operator asks for a rollback to 1-3."""
     is_asked = []
 

@@ -8,9 +8,8 @@ import errno
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as dist
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import CheckpointStore
-from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints
+from tba_trainer.distributed.checkpoints import FollowerCheckpoints, TeamCheckpoints, Upload
 from tba_trainer.distributed.process_group import mesh_of_all
 from tba_trainer.learner.learner import TrainerState
-from tba_trainer.loop import checkpoint_writer, limits
+from tba_trainer.loop import limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.sharding import shard
@@ -38,7 +37,7 @@ from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
 from tests.support.stored_checkpoint import manifest_of, object_keys
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World, at_put
+from tests.support.trainer_world import World, at_put, raising
 from tests.support.waits import until
 
 MAX_BYTES = 400
@@ -65,7 +64,6 @@ def sections_of(seed: int) -> Sections:
 
 
 def rows_of(sections: Sections, layout: Layout) -> Rows:
-    """What a process of a sharded model writes."""
     return Rows(lambda: copies_of(sections, layout), 0)
 
 
@@ -86,7 +84,6 @@ def store_of(folder: Path, layout: Layout | None = None) -> CheckpointStore:
 
 
 def save(folder: Path, sections: Sections, version: str, num: int = 1, known: str | None = None) -> str:
-    """Write a checkpoint as `num` processes do."""
     objects = []
     for index in range(num):
         layout = Layout(index, num)
@@ -114,9 +111,7 @@ def assert_holds(store: CheckpointStore, key: str, layout: Layout, expected: Sec
     checkpoint.close()
 
 
-def test_any_number_of_processes_reads_what_another_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_processes_reads_what_another_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = sections_of(1)
     fetched: list[str] = []
     get_file = FileStore.get_file
@@ -176,9 +171,7 @@ def test_the_rows_are_those_that_torch_gives_each_process(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_object_goes_with_the_last_checkpoint_that_names_it_whenever_a_deletion_is_cut_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_an_object_goes_with_the_last_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Checkpoints of two lineages share what has not changed, and are deleted in random order, with kills."""
     rng, store = random.Random(seed), FileStore(tmp_path / "store")
     expected, before, written = {}, None, []
@@ -248,9 +241,6 @@ def test_a_manifest_that_lacks_rows_is_refused(tmp_path: Path, rank: int) -> Non
         store_of(tmp_path).load(key)
 
 
-# ---- A leader and a follower ----------------------------------------------------------------------------------------
-
-
 class Pair:
     """A team of two whose follower is an object of this process."""
 
@@ -296,8 +286,17 @@ class Pair:
     def restore(self, state: TrainerState, sections: Any) -> None:
         self.restored = {section: dict(tensors) for section, tensors in sections.items()}
 
+    def begin(self, *, in_background: bool = True) -> Upload:
+        rows = rows_of(self.sections, Layout(0, 2))
+        return self.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=in_background)
+
     def save(self, version: str) -> str:
         return self.checkpoints.save(make_state(version), rows_of(self.sections, Layout(0, 2)))
+
+    def at_follower_put(self, patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+        """Call `action` before every file that the follower puts into the store."""
+        folder = self.folder / "follower"
+        at_put(patch, lambda _, path: action() if path.is_relative_to(folder) else None)
 
 
 def test_a_leader_and_a_follower_write_and_read_their_own_rows(tmp_path: Path) -> None:
@@ -313,17 +312,10 @@ def test_a_leader_and_a_follower_write_and_read_their_own_rows(tmp_path: Path) -
     assert list((tmp_path / "follower").iterdir()) == []
 
 
-def test_a_follower_that_cannot_write_is_named_and_there_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(tmp_path, sections_of(1))
-
-    def refuse(_: str, path: Path) -> None:
-        if path.is_relative_to(tmp_path / "follower"):
-            raise StoreUnavailableError("the disk of the store is full")
-
     with monkeypatch.context() as patch:
-        at_put(patch, refuse)
+        pair.at_follower_put(patch, raising(StoreUnavailableError("the disk of the store is full")))
         with pytest.raises(StoreUnavailableError, match="process 1: the disk of the store is full"):
             pair.save("1-1")
     assert store_of(tmp_path).versions() == []
@@ -331,9 +323,7 @@ def test_a_follower_that_cannot_write_is_named_and_there_is_no_checkpoint(
     assert store_of(tmp_path).versions() == [PolicyVersion(1, 2)]
 
 
-def test_an_own_part_that_fails_while_the_followers_are_asked_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_own_part_that_fails_meanwhile_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, asked = Pair(tmp_path, sections_of(1)), threading.Event()
     gather = pair.gather
 
@@ -348,8 +338,7 @@ def test_an_own_part_that_fails_while_the_followers_are_asked_is_not_forgotten(
         return gather(data)
 
     at_put(monkeypatch, refuse)
-    rows = rows_of(pair.sections, Layout(0, 2))
-    upload = pair.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=True)
+    upload = pair.begin()
     monkeypatch.setattr(pair, "gather", fail_meanwhile)
     assert upload.wait(30.0)
     assert isinstance(upload.error, StoreUnavailableError)
@@ -381,18 +370,10 @@ def test_a_follower_with_another_store_is_named(tmp_path: Path) -> None:
     assert store_of(tmp_path).versions() == []
 
 
-def test_a_checkpoint_that_is_given_up_before_the_follower_is_ready_never_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_given_up_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, held = Pair(tmp_path, sections_of(1)), [True]
-
-    def hold(_: str, path: Path) -> None:
-        if path.is_relative_to(tmp_path / "follower"):
-            until("it is given up", lambda: not held)
-
-    at_put(monkeypatch, hold)
-    rows = rows_of(pair.sections, Layout(0, 2))
-    upload = pair.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=True)
+    pair.at_follower_put(monkeypatch, lambda: until("it is given up", lambda: not held))
+    upload = pair.begin()
     assert not upload.wait(0.05)
     assert upload.missing() == "process 1"
     upload.give_up()
@@ -438,28 +419,17 @@ def test_a_follower_that_does_not_fetch_in_time_is_named(tmp_path: Path, monkeyp
     pair.checkpoints.load(key).close()
 
 
-def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint of an end, which no step follows."""
+def test_a_follower_that_does_not_store_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, free = Pair(tmp_path, sections_of(1)), threading.Event()
-
-    def hold(_: str, path: Path) -> None:
-        if path.is_relative_to(tmp_path / "follower"):
-            assert free.wait(10)
-
-    at_put(monkeypatch, hold)
+    pair.at_follower_put(monkeypatch, lambda: free.wait(10))
     writer = CheckpointWriter.__new__(CheckpointWriter)
     monkeypatch.setattr(limits, "RETRY_S", 0.05)
     writer._context = cast(Any, SimpleNamespace(status=pair))
-    rows = rows_of(pair.sections, Layout(0, 2))
-    monkeypatch.setattr(
-        writer, "_new", lambda in_background: pair.checkpoints.begin(
-            make_state("1-1"), rows, known={}, in_background=in_background
-        )
-    )  # fmt: skip
+    writer._progress = cast(Any, SimpleNamespace(step=1, version=PolicyVersion(1, 1)))
+    writer._upload, writer.saved = None, START
+    monkeypatch.setattr(writer, "_new", pair.begin)
     with pytest.raises(StoreUnavailableError, match=r"process 1 did not store its part of checkpoint 1-1 within"):
-        writer._store_now()
+        writer.save()
     assert pair.waits == ["checkpoint-upload"]
     free.set()
     until("the follower has stopped", lambda: list((tmp_path / "follower").iterdir()) == [])
@@ -467,9 +437,7 @@ def test_a_follower_that_does_not_store_its_part_in_time_is_named_and_there_is_n
 
 
 @pytest.mark.parametrize("without_room", [{0}, {1}, {0, 1}])
-def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on_to_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_room: set[int]
-) -> None:
+def test_an_upload_without_room_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_room: set[int]) -> None:
     """The follower stores nothing before it has answered three commands."""
     pair, begin_part = Pair(tmp_path, sections_of(1)), CheckpointStore.begin_part
     asked, registered, lead = list[str](), list[tuple[str, set[PolicyVersion]]](), pair.lead
@@ -479,10 +447,6 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
         in_background = in_background and rank not in without_room
         return begin_part(self, version, rows, known=known, in_background=in_background)
 
-    def hold(_: str, path: Path) -> None:
-        if path.is_relative_to(tmp_path / "follower"):
-            until("the follower has answered", lambda: asked.count("reply") >= 3)
-
     @contextmanager
     def noted(command: str, **arguments: Any) -> Iterator[None]:
         with lead(command, **arguments):
@@ -490,31 +454,24 @@ def test_the_leader_waits_for_the_upload_of_a_process_without_room_which_goes_on
             yield
 
     monkeypatch.setattr(CheckpointStore, "begin_part", part)
-    at_put(monkeypatch, hold)
+    pair.at_follower_put(monkeypatch, lambda: until("three answers", lambda: asked.count("reply") >= 3))
     monkeypatch.setattr(pair, "lead", noted)
     writer = CheckpointWriter.__new__(CheckpointWriter)
     writer._context = cast(
-        Any, SimpleNamespace(status=pair, stop=threading.Event(), learner=SimpleNamespace(model=None))
+        Any, SimpleNamespace(status=pair, stop=threading.Event(), learner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
     )
     writer._progress, writer.saved = cast(Any, SimpleNamespace(step=1)), START
-    rows = rows_of(pair.sections, Layout(0, 2))
-    begin = partial(pair.checkpoints.begin, make_state("1-1"), rows, known={}, in_background=True)
-    monkeypatch.setattr(writer, "_new", lambda in_background: begin())
+    monkeypatch.setattr(writer, "_new", pair.begin)
     versions = store_of(tmp_path).versions
     monkeypatch.setattr(writer, "_register_saved", lambda version, key: registered.append((key, set(versions()))))
-    monkeypatch.setattr(checkpoint_writer, "checkpoint_bytes", lambda model: limits.BACKGROUND_BYTES)
+    monkeypatch.setattr(limits, "BACKGROUND_BYTES", 1)
     writer.write()
     assert registered == [("runs/demo/checkpoints/1-1", {PolicyVersion(1, 1)})]
     assert pair.waits == ["checkpoint-upload"]
     assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-1", Layout(), pair.sections)
 
 
-# ---- A run ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_writes_the_weights_of_its_reference_once_between_two_resets(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_is_written_once_per_reset(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is reset at steps 3 and 6. A kill between the objects and the manifest of 1-5 leaves 1-4."""
     world, written, put = World(tmp_path), list[str](), FileStore.put
 

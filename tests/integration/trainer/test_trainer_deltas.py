@@ -24,9 +24,7 @@ def _whole_every(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "DeltaSettings", partial(DeltaSettings, keyframe_interval=interval))
 
 
-def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_encoded(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_waits_until_deltas_are_encoded(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first delta is encoded when step 6 is done, so a loop that waited for it would wait for ever."""
     closed: list[PolicyVersion] = []
     encode, close = publishing.encode_changes, WeightSnapshot.close
@@ -61,9 +59,7 @@ def test_versions_are_deltas_between_full_ones_and_no_step_waits_until_they_are_
     until("no snapshot is left", lambda: sorted(closed) == [m.policy_version for m in manifests])
 
 
-def test_where_a_delta_does_not_pay_the_next_try_is_a_keyframe_later(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delta_that_does_not_pay_is_tried_later(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode, tried = publishing.encode_changes, []
 
     def note(*args: Any, **kwargs: Any) -> list[Path] | None:

@@ -44,7 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 STEP_WAITS = ("forward_backward.py: values = torch.cat(vectors).cpu()", "learner.py: norm = float(full(")
 """Once in a step each: the metrics of all micro-batches, and the norm of the gradient."""
-PASS_WAITS = ("forward_backward.py: on_cpu = torch.cat(columns)", "logprob_cache.py: values[at] = found")
+PASS_WAITS = ("forward_backward.py: on_cpu = torch.cat(columns)", "reference.py: values[at] = found")
 """Once in a pass each: of theta, of another policy."""
 PADDED_WAIT = "packing.py: nums_taken = torch.searchsorted"
 """Once more in each pass of a family that is not packed, before the model."""

@@ -4,202 +4,134 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tba_trainer.checkpoints.checkpoint import CheckpointStore
 from tba_trainer.loop.startup import wait_for_origin
-from tba_trainer.trainer import train
 
 from tba.api import OriginInfo, RunInfo
 from tba.config import Recipe
-from tba.errors import ConfigError, ConflictError, DigestError, TbaError, WaitTimeoutError
-from tba.store import FileStore
-from tba.versions import PolicyVersion
-from tba.weights import WeightVersions
-from tba.wire import Batch, RefLogprob
+from tba.errors import ConfigError, ConflictError, DigestError, WaitTimeoutError
+from tba.versions import START, PolicyVersion
+from tba.wire import RefLogprob
 from tests.support.rollout_values import replace
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
+from tests.support.trainer_values import RecordedBuffer, changed, make_batch, make_recipe
+from tests.support.trainer_world import World, same
 
 TRAINED = {"num_steps": 8, "sync_interval": 2, "checkpoint_interval": 4, "learning_rate": {"value": 1e-4}}
 
 
 @pytest.fixture(scope="module")
-def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[FileStore, RecordedBuffer]:
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     """Run `demo`: 8 steps, checkpoints of 1-4 and 1-8; 1-2 to 1-8 are deltas alone, each against the one before."""
-    store, buffer = FileStore(tmp_path_factory.mktemp("trained")), RecordedBuffer()
-    start(fork_recipe(model, "demo"), buffer, store)
-    versions = WeightVersions(store, "demo")
-    assert [versions.manifest(version).is_full for version in versions.versions()] == [True, False, False, False, False]
-    return store, buffer
-
-
-def objective() -> dict[str, Any]:
-    return {"preset": "tba_prime", "reference_reset_steps": 3, "beta": {"value": 0.1}}
-
-
-def start(recipe: Recipe, buffer: RecordedBuffer, store: FileStore) -> None:
-    train(recipe, buffer=buffer, store=store, stop=threading.Event())  # pyright: ignore[reportArgumentType]
+    world = World(tmp_path_factory.mktemp("trained"))
+    world.train(fork_recipe(model, "demo"))
+    versions = [world.versions.manifest(version) for version in world.versions.versions()]
+    assert [manifest.is_full for manifest in versions] == [True, False, False, False, False]
+    return world
 
 
 def fork_recipe(model: Path, run: str, **sections: dict[str, Any]) -> Recipe:
-    trainer = {**TRAINED, **sections.pop("trainer", {})}
-    run_section, model_section = {"name": run}, {"dtype": "bfloat16"}
-    sections = {"objective": objective(), **sections}
-    return make_recipe(model, run=run_section, model=model_section, trainer=trainer, **sections)
+    objective = {"preset": "tba_prime", "reference_reset_steps": 3, "beta": {"value": 0.1}}
+    sections = {"objective": objective, **sections, "trainer": {**TRAINED, **sections.pop("trainer", {})}}
+    return make_recipe(model, run={"name": run}, model={"dtype": "bfloat16"}, **sections)
 
 
-def carrying_batch(seed: int) -> Batch:
-    """A batch whose rollouts carry ref log-probs of the starting model."""
-    batch = make_batch(seed)
-    ref = RefLogprob.of(-7.5, PolicyVersion(0, 0))
-    return replace(
-        batch,
-        groups=tuple(
-            replace(group, rollouts=tuple(replace(rollout, ref_logprob=ref) for rollout in group.rollouts))
-            for group in batch.groups
-        ),
+def forked(folder: Path, trained: World, version: str | None, run: str) -> World:
+    """A run that began with the rollouts of `demo`, whose last lineage is 1, in the store of that run."""
+    world = World(folder / run, store=trained.store, run=run)
+    world.buffer.lineage, world.buffer.parents = 1, {1: "0-0"}
+    start = trained.versions.manifest(START).params_sha256
+    world.buffer.origin = OriginInfo(
+        source="demo/end", version=version, state="complete", lineage=1, start_params_sha256=start
     )
+    return world
 
 
-def forked(version: str | None, store: FileStore, batches: Callable[[int], Batch] = make_batch) -> RecordedBuffer:
-    """The buffer of a run that began with the rollouts of `demo`, whose last lineage is 1."""
-    buffer = RecordedBuffer(batches)
-    buffer.lineage, buffer.parents = 1, {1: "0-0"}
-    buffer.origin = OriginInfo(
-        source="demo/end",
-        version=version,
-        state="complete",
-        lineage=1,
-        start_params_sha256=WeightVersions(store, "demo").manifest(PolicyVersion(0, 0)).params_sha256,
-    )
-    return buffer
-
-
-def tensors(store: FileStore, run: str, version: str, folder: Path) -> dict[str, torch.Tensor]:
-    weights = WeightVersions(store, run).download_tensors(PolicyVersion.parse(version), folder / f"{run}-{version}")
-    return load_file(weights.paths[0])
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_fork_of_a_checkpoint_is_bit_for_bit_the_run_that_continued(
-    trained: tuple[FileStore, RecordedBuffer], model: Path, tmp_path: Path
-) -> None:
-    store, old = trained
-    buffer = forked("1-4", store)
-    start(fork_recipe(model, "fork"), buffer, store)
+def test_a_fork_of_a_checkpoint_is_the_run_that_continued(trained: World, model: Path, tmp_path: Path) -> None:
+    fork = forked(tmp_path, trained, "1-4", "fork")
+    fork.train(fork_recipe(model, "fork"))
+    buffer = fork.buffer
     assert buffer.parents == {1: "0-0", 2: "1-4"}
     assert buffer.marks == ["2-4", "2-6", "2-8"]
     assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(2, step) for step in range(5, 9)]
-    losses = [[ack.metrics["loss"] for _, step, ack in b.acks if step > 4] for b in (old, buffer)]
+    losses = [[ack.metrics["loss"] for _, step, ack in b.acks if step > 4] for b in (trained.buffer, buffer)]
     assert losses[0] == losses[1]
-    assert same(tensors(store, "demo", "1-8", tmp_path), tensors(store, "fork", "2-8", tmp_path))
+    assert same(trained.tensors("1-8"), fork.tensors("2-8"))
     assert buffer.evals.keys() >= {"eval-2-4", "eval-2-8"}
     assert "eval-0-0" not in buffer.evals
-    assert [
-        str(version) for version in CheckpointStore(store, "fork", folder=tmp_path, max_bytes=10**9).versions()
-    ] == [
-        "2-5",
-        "2-8",
-    ], "soon one of its own"
+    assert fork.checkpoints() == ["2-5", "2-8"], "soon one of its own"
 
 
 def test_a_fork_of_a_version_without_a_checkpoint_takes_its_weights(
-    trained: tuple[FileStore, RecordedBuffer], model: Path, tmp_path: Path
+    trained: World, model: Path, tmp_path: Path
 ) -> None:
-    store, _ = trained
-    buffer = forked("1-6", store)
-    start(fork_recipe(model, "light"), buffer, store)
-    assert buffer.marks == ["2-6", "2-8"]
-    assert same(tensors(store, "demo", "1-6", tmp_path), tensors(store, "light", "2-6", tmp_path))
-    assert not same(tensors(store, "light", "2-6", tmp_path), tensors(store, "light", "2-8", tmp_path))
-    assert WeightVersions(store, "light").manifest(PolicyVersion(2, 6)).parent == "1-6"
+    fork = forked(tmp_path, trained, "1-6", "light")
+    fork.train(fork_recipe(model, "light"))
+    assert fork.buffer.marks == ["2-6", "2-8"]
+    assert same(trained.tensors("1-6"), fork.tensors("2-6"))
+    assert not same(fork.tensors("2-6"), fork.tensors("2-8"))
+    assert fork.versions.manifest(PolicyVersion(2, 6)).parent == "1-6"
 
 
-def test_a_fork_whose_searchers_hold_the_starting_model_stores_it_without_announcing_it(
-    model: Path, tmp_path: Path
-) -> None:
-    store = FileStore(tmp_path)
-    start(fork_recipe(model, "demo", objective={"preset": "tb"}), RecordedBuffer(), store)
-    versions, start_version = WeightVersions(store, "held"), PolicyVersion(0, 0)
-    buffer = forked("1-4", store, carrying_batch)
+def test_a_fork_whose_searchers_hold_the_start_stores_it_without_announcing_it(model: Path, tmp_path: Path) -> None:
+    old = World(tmp_path)
+    old.train(fork_recipe(model, "demo", objective={"preset": "tb"}))
+    fork, ref = forked(tmp_path, old, "1-4", "fork"), RefLogprob.of(-7.5, START)
+    fork.buffer.batch_of = lambda step: changed(make_batch(step), lambda _, r: replace(r, ref_logprob=ref))
     for marks in (["2-4", "2-6", "2-8"], ["2-4", "2-6", "2-8", "3-8"]):  # a restart finds it there
-        buffer.state = "running"
-        held = {"preset": "tb", "reference_placement": "searcher"}
-        start(fork_recipe(model, "held", objective=held), buffer, store)
-        assert buffer.marks == marks
-        manifest = versions.manifest(start_version)
-        assert manifest.params_sha256 == WeightVersions(store, "demo").manifest(start_version).params_sha256
+        fork.buffer.state = "running"
+        fork.train(fork_recipe(model, "fork", objective={"preset": "tb", "reference_placement": "searcher"}))
+        assert fork.buffer.marks == marks
+        assert fork.versions.manifest(START).params_sha256 == old.versions.manifest(START).params_sha256
 
 
-def test_a_fork_that_stops_early_starts_from_its_version_again(
-    trained: tuple[FileStore, RecordedBuffer], model: Path
-) -> None:
-    store, _ = trained
-    buffer = forked("1-4", store)
-
-    def before(method: str) -> None:
-        if method == "ack":
-            raise TbaError("killed")
-
-    buffer.before = before
-    with pytest.raises(TbaError, match="killed"):
-        start(fork_recipe(model, "again"), buffer, store)
-    assert buffer.checkpoint is None
-    buffer.before = lambda method: None
-    start(fork_recipe(model, "again"), buffer, store)
-    assert buffer.parents == {1: "0-0", 2: "1-4", 3: "1-4"}
-    assert buffer.marks == ["2-4", "3-4", "3-6", "3-8"]
-    assert "eval-3-4" in buffer.evals
+def test_a_fork_that_stops_early_starts_from_its_version_again(trained: World, model: Path, tmp_path: Path) -> None:
+    fork = forked(tmp_path, trained, "1-4", "again")
+    fork.train_until_killed(fork_recipe(model, "again"), "ack")
+    assert fork.buffer.checkpoint is None
+    fork.train(fork_recipe(model, "again"))
+    assert fork.buffer.parents == {1: "0-0", 2: "1-4", 3: "1-4"}
+    assert fork.buffer.marks == ["2-4", "3-4", "3-6", "3-8"]
+    assert "eval-3-4" in fork.buffer.evals
 
 
-def test_a_version_that_is_not_there_and_a_damaged_one_are_refused_before_a_lineage_is_taken(
-    trained: tuple[FileStore, RecordedBuffer], model: Path
-) -> None:
-    store, _ = trained
-    buffer = forked("1-5", store)
+def test_a_version_that_is_not_there_and_a_damaged_one_are_refused(trained: World, model: Path, tmp_path: Path) -> None:
+    gone, store = forked(tmp_path, trained, "1-5", "refused"), trained.store
     with pytest.raises(ConfigError, match="forked from version 1-5 of run 'demo', which is not in"):
-        start(fork_recipe(model, "refused"), buffer, store)
+        gone.train(fork_recipe(model, "refused"))
     (key,) = (key for key in store.list("runs/demo/weights/1-2/") if "/delta-" in key)
     whole = store.get(key)
     store.put(key, whole[:-1] + bytes([whole[-1] ^ 1]))
-    damaged = forked("1-2", store)
+    damaged = forked(tmp_path, trained, "1-2", "refused")
     with pytest.raises(DigestError, match=key):
-        start(fork_recipe(model, "refused"), damaged, store)
+        damaged.train(fork_recipe(model, "refused"))
     store.put(key, whole)
-    assert (buffer.lineage, damaged.lineage) == (1, 1)
+    assert (gone.buffer.lineage, damaged.buffer.lineage) == (1, 1)
 
 
 @pytest.mark.parametrize("version", ["1-4", None])
 def test_another_starting_model_than_that_of_the_snapshot_is_refused(
-    trained: tuple[FileStore, RecordedBuffer], tmp_path: Path, version: str | None
+    trained: World, tmp_path: Path, version: str | None
 ) -> None:
-    store, _ = trained
-    buffer = forked(version, store)
+    fork = forked(tmp_path, trained, version, "refused")
     other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
     with pytest.raises(ConfigError, match="is not the model that run 'demo' of snapshot"):
-        start(fork_recipe(other, "refused"), buffer, store)
-    assert buffer.lineage == 1
+        fork.train(fork_recipe(other, "refused"))
+    assert fork.buffer.lineage == 1
 
 
-def test_a_run_that_begins_with_rollouts_alone_starts_from_the_starting_model(
-    trained: tuple[FileStore, RecordedBuffer], model: Path
+def test_a_run_that_begins_with_rollouts_alone_starts_from_the_start(
+    trained: World, model: Path, tmp_path: Path
 ) -> None:
-    store, _ = trained
-    buffer = forked(None, store)
-    start(fork_recipe(model, "offline", trainer={"num_steps": 2}, searcher={"num_searchers": 0}), buffer, store)
-    assert buffer.parents == {1: "0-0", 2: "0-0"}
-    assert buffer.marks == ["0-0", "2-2"]
-    assert buffer.evals == {}, "nobody could do them"
-    assert buffer.state == "done"
+    fork = forked(tmp_path, trained, None, "offline")
+    fork.train(fork_recipe(model, "offline", trainer={"num_steps": 2}, searcher={"num_searchers": 0}))
+    assert fork.buffer.parents == {1: "0-0", 2: "0-0"}
+    assert fork.buffer.marks == ["0-0", "2-2"]
+    assert fork.buffer.evals == {}, "nobody could do them"
+    assert fork.buffer.state == "done"
 
 
 class LoadingBuffer(RecordedBuffer):

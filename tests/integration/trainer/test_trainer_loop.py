@@ -6,13 +6,10 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from botocore.exceptions import EndpointConnectionError
 from tba_trainer.loop import limits
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.api import RunInfo
 from tba.errors import (
@@ -34,7 +31,7 @@ from tests.support.rollout_values import replace
 from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
-from tests.support.trainer_world import World, at_put, failing, same
+from tests.support.trainer_world import World, at_put, failing, raising, same
 
 
 def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
@@ -45,37 +42,18 @@ def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(worl
     assert buffer.marks == ["0-0", "1-2", "1-4", "1-5"]
     assert [world.versions.manifest(v).parent for v in world.versions.versions()] == [None, "0-0", "1-2", "1-4"]
     assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(1, s) for s in range(1, 6)]
+    names = (
+        "loss reward_mean accuracy policy_age_mean policy_age_max ess log_ratio_mean kl_to_ref grad_norm beta wait_s"
+    )
+    names += " learning_rate num_tokens step_s train_s num_unique_rollouts"
+    assert all(ack.metrics.keys() >= set(names.split()) for _, _, ack in buffer.acks)
+    ages = [(ack.policy_ages, ack.metrics["logprob_gap_on_policy"] is None) for _, _, ack in buffer.acks]
+    assert ages == [([age] * 12, age > 0) for age in range(5)]
     assert buffer.checkpoint == ("1-5", "runs/demo/checkpoints/1-5")
     assert list(buffer.evals) == ["eval-0-0", "eval-1-2", "eval-1-4", "eval-1-5"]
     assert [buffer.evals[f"eval-{v}"].num_prompts for v in ("0-0", "1-2", "1-5")] == [512, 128, 512]
     exported = {key.rpartition("/")[2] for key in world.store.list("runs/demo/export/")}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
-
-
-def test_the_export_is_the_last_published_version(world: World, model: Path, tmp_path: Path) -> None:
-    world.train(make_recipe(model, model={"dtype": "bfloat16"}))
-    folder = tmp_path / "export"
-    for key in world.store.list("runs/demo/export/"):
-        world.store.get_file(key, folder / key.rpartition("/")[2])
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
-    published = world.tensors("1-4")
-    assert loaded.dtype == torch.bfloat16
-    assert all(torch.equal(p, published[name]) for name, p in loaded.named_parameters())
-    assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "01"
-
-
-def test_metrics_of_every_step_reach_the_ledger(world: World, model: Path) -> None:
-    world.train(make_recipe(model, trainer={"num_steps": 2}))
-    for _, _, ack in world.buffer.acks:
-        names = (
-            "loss reward_mean accuracy policy_age_mean policy_age_max ess log_ratio_mean kl_to_ref grad_norm beta",
-            "learning_rate num_tokens step_s wait_s train_s num_unique_rollouts logprob_gap_on_policy",
-        )
-        assert set(" ".join(names).split()) <= ack.metrics.keys()
-        assert ack.metrics["reward_mean"] == ack.metrics["accuracy"]
-        assert len(ack.policy_ages) == 12
-    assert [ack.policy_ages[0] for _, _, ack in world.buffer.acks] == [0, 1]
-    assert [ack.metrics["logprob_gap_on_policy"] is None for _, _, ack in world.buffer.acks] == [False, True]
 
 
 @pytest.mark.parametrize("preset", ["tb", "tba_prime", "tba_prime_published"])
@@ -102,10 +80,9 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
 
     assert broken.buffer.parents == {1: "0-0", 2: "1-4"}
     assert [(n, s) for n, s, _ in broken.buffer.acks] == [(1, s) for s in range(1, 5)] + [(2, s) for s in range(5, 9)]
-    expected, found = whole.tensors("1-8"), broken.tensors("2-8")
-    assert same(expected, found)
-    start = whole.tensors("0-0")
-    assert not same(expected, start)
+    expected = whole.tensors("1-8")
+    assert same(expected, broken.tensors("2-8"))
+    assert not same(expected, whole.tensors("0-0"))
     losses = [[ack.metrics["loss"] for _, _, ack in w.buffer.acks] for w in (whole, broken)]
     assert losses[0] == losses[1]
 
@@ -121,9 +98,7 @@ def test_a_resumed_lineage_announces_its_parents_weights_under_its_own_name(worl
 
 
 def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world: World, model: Path) -> None:
-    world.buffer.before = failing(1, lambda: TbaError("killed"), "ack")
-    with pytest.raises(TbaError, match="killed"):
-        world.train(make_recipe(model))
+    world.train_until_killed(make_recipe(model), "ack")
     assert world.buffer.state == "running"
     world.train(make_recipe(model))
     assert world.buffer.parents == {1: "0-0", 2: "0-0"}
@@ -131,9 +106,7 @@ def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world
 
 
 @pytest.mark.parametrize("is_same_start", [False, True], ids=["its volume was replaced", "a copy of the same start"])
-def test_a_redis_that_knows_less_of_the_run_than_the_store_is_refused(
-    world: World, model: Path, is_same_start: bool
-) -> None:
+def test_a_redis_that_knows_less_than_the_store_is_refused(world: World, model: Path, is_same_start: bool) -> None:
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     versions = world.versions.versions()
@@ -155,34 +128,17 @@ def test_a_run_continues_without_the_steps_whose_loss_was_accepted(world: World,
     assert world.buffer.state == "done"
 
 
-def test_another_model_temperature_or_dtype_under_the_same_run_is_refused(
-    world: World, model: Path, tmp_path: Path
-) -> None:
+def test_another_model_temperature_or_dtype_is_refused(world: World, model: Path, tmp_path: Path) -> None:
     world.stop_after(1)
     world.train(make_recipe(model))
     other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
     for recipe, sentence in (
         (make_recipe(other), r"model\.path does not hold the model"),
-        (
-            make_recipe(model, model={"policy_temperature": 0.7}),
-            r"temperature is 0\.7, but this run has trained",
-        ),
+        (make_recipe(model, model={"policy_temperature": 0.7}), r"temperature is 0\.7, but this run has trained"),
         (make_recipe(model, model={"dtype": "bfloat16"}), r"model\.dtype is bfloat16, but this run began with float32"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             world.train(recipe)
-    assert world.buffer.lineage == 1
-
-
-def test_a_damaged_checkpoint_is_refused_before_a_lineage_is_taken(world: World, model: Path) -> None:
-    world.stop_after(1)
-    world.train(make_recipe(model))
-    [key] = object_keys(world.store, "runs/demo/checkpoints/1-1", "model")
-    data = bytearray(world.store.get(key))
-    data[-1] ^= 1
-    world.store.put(key, bytes(data))
-    with pytest.raises(TbaError, match=f"object {key} of checkpoint runs/demo/checkpoints/1-1 in .* is damaged"):
-        world.train(make_recipe(model))
     assert world.buffer.lineage == 1
 
 
@@ -199,9 +155,7 @@ def test_a_stop_during_the_last_checkpoint_asks_nothing_of_a_buffer_that_ends_to
     assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
 
 
-def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_resume_evaluates(
-    world: World, model: Path
-) -> None:
+def test_a_stop_during_the_final_evaluation_is_resumed_and_evaluated(world: World, model: Path) -> None:
     world.buffer.eval_state = "pending"
     world.buffer.before = lambda method: world.stop.set() if method == "get_eval" else None
     world.train(make_recipe(model))
@@ -214,14 +168,11 @@ def test_a_stop_during_the_final_evaluation_leaves_the_run_resumable_and_the_res
     assert world.buffer.marks[-1] == "2-4"
     assert world.buffer.evals["eval-2-4"].num_prompts == 512
     assert len(world.buffer.acks) == 4
-    last, resumed = world.tensors("1-4"), world.tensors("2-4")
-    assert same(last, resumed)
+    assert same(world.tensors("1-4"), world.tensors("2-4"))
 
 
 @pytest.mark.parametrize("away", ["checkpoints", "export"])
-def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_run_resumable(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch, away: str
-) -> None:
+def test_a_stop_without_the_store(world: World, model: Path, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
     def never(key: str, path: Path) -> None:
         if f"/{away}/" in key and world.buffer.step == 4:
             world.stop.set()
@@ -245,9 +196,7 @@ def test_a_stop_while_the_end_cannot_be_stored_says_what_is_kept_and_leaves_the_
     assert world.store.list("runs/demo/export/")
 
 
-def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start_and_nothing_else(
-    world: World, model: Path
-) -> None:
+def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start(world: World, model: Path) -> None:
     world.stop_after(3)
     world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "sync_interval": 1, "keep_checkpoints": 9}))
     kept = set(world.store.list("runs/demo/"))
@@ -279,9 +228,7 @@ def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> 
     assert len(kept) < 9
 
 
-def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_checkpoint_is_tried_at_a_sync(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store refuses the checkpoint of step 6. Step 7 does not repeat it, the sync at step 8 does."""
     tried = []
 
@@ -296,9 +243,7 @@ def test_a_failed_checkpoint_is_tried_again_at_the_next_sync(
     assert tried == [6, 8, 11]
 
 
-def test_a_start_waits_for_a_store_and_a_buffer_that_are_late(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_store_and_buffer(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check, run, late = world.store.check, world.buffer.run, ["store", "store", "buffer", "buffer"]
 
     def check_late(*, write: bool = False) -> None:
@@ -329,9 +274,7 @@ def test_a_start_waits_for_a_store_and_a_buffer_that_are_late(
         world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
 
 
-def test_training_continues_while_the_store_refuses_versions(
-    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_without_the_store(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is away from the first version on until step 6 is done; then everything is published in order."""
 
     def sometimes(key: str, path: Path) -> None:
@@ -364,9 +307,7 @@ def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_
     assert "unpublished-versions" in waits
 
 
-def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_it_exists(
-    world: World, model: Path
-) -> None:
+def test_a_version_is_announced_again_and_never_before_it_exists(world: World, model: Path) -> None:
     fail = failing(2, lambda: UnavailableError("the buffer is away"), "announce_version")
 
     def before(method: str) -> None:
@@ -380,11 +321,7 @@ def test_a_version_is_announced_again_while_the_buffer_is_away_and_never_before_
 
 
 def test_a_fenced_trainer_stops_and_writes_nothing_more(world: World, model: Path) -> None:
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 2:
-            world.buffer.lineage = 2  # a newer trainer has started
-
-    world.buffer.before = before
+    world.at("ack", lambda: setattr(world.buffer, "lineage", 2), step=2)  # a newer trainer has started
     with pytest.raises(FencedError):
         world.train(make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "checkpoint_interval": 9}))
     assert world.buffer.step == 2
@@ -415,8 +352,7 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_
         world.train(make_recipe(model))
         assert [step for _, step, _ in world.buffer.acks] == [1, 2, 3, 4]
     assert [step for _, step in bumpy.buffer.drawn].count(1) == 3
-    expected, found = smooth.tensors("1-4"), bumpy.tensors("1-4")
-    assert same(expected, found)
+    assert same(smooth.tensors("1-4"), bumpy.tensors("1-4"))
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
@@ -426,16 +362,10 @@ def test_batches_that_always_expire_end_with_the_setting_to_change(world: World,
     assert world.buffer.acks == []
 
 
-def test_an_ack_that_is_refused_for_another_reason_ends_the_trainer_and_a_restart_continues(
-    world: World, model: Path
-) -> None:
+def test_an_ack_that_is_refused_for_another_reason_ends_the_trainer(world: World, model: Path) -> None:
     """A ledger that lost its last lines: no batch deadline helps there."""
-
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 2:
-            raise ConflictError("step 3 cannot be acked: the last acked step of lineage 1 is 1")
-
-    world.buffer.before = before
+    refused = ConflictError("step 3 cannot be acked: the last acked step of lineage 1 is 1")
+    world.at("ack", raising(refused), step=2)
     with pytest.raises(TbaError, match=r"disagree about step 3: .* start the trainer again") as caught:
         world.train(make_recipe(model, trainer={"checkpoint_interval": 1}))
     assert "batch_deadline_s" not in str(caught.value)
@@ -474,29 +404,19 @@ def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: 
 
 
 def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World, model: Path) -> None:
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 2:
-            world.buffer.state = "stopping"
-
-    world.buffer.before = before
+    world.at("ack", lambda: setattr(world.buffer, "state", "stopping"), step=2)
     world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
     last = f"1-{world.buffer.step}"
     assert world.buffer.step in (3, 4)  # the batch drawn ahead is still used
     assert world.buffer.marks == ["0-0", last]
-    assert world.buffer.checkpoint is not None
-    assert world.buffer.checkpoint[0] == last
+    assert world.buffer.checkpoint == (last, f"runs/demo/checkpoints/{last}")
     assert world.store.list("runs/demo/export/")
     assert world.buffer.state == "done"
-    assert world.buffer.reason is not None
-    assert world.buffer.reason.startswith(f"trained to version {last}, step {world.buffer.step} of 50: ")
+    assert f"trained to version {last}, step {world.buffer.step} of 50: " in str(world.buffer.reason)
 
 
 def test_a_run_that_the_buffer_has_failed_stays_failed(world: World, model: Path) -> None:
-    def before(method: str) -> None:
-        if method == "ack" and world.buffer.step == 2:
-            world.buffer.state = "failed"
-
-    world.buffer.before = before
+    world.at("ack", lambda: setattr(world.buffer, "state", "failed"), step=2)
     with pytest.raises(RunFailedError, match="the run has failed"):
         world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
     assert world.buffer.state == "failed"
@@ -507,8 +427,7 @@ def test_max_train_s_ends_the_run_early(world: World, model: Path) -> None:
     world.train(make_recipe(model, trainer={"num_steps": 100_000, "max_train_s": 0.5}))
     assert world.buffer.state == "done"
     assert world.buffer.step < 100_000
-    assert world.buffer.reason is not None
-    assert f"step {world.buffer.step} of 100000: trainer.max_train_s (0.5 s) is over" in world.buffer.reason
+    assert f"step {world.buffer.step} of 100000: trainer.max_train_s (0.5 s) is over" in str(world.buffer.reason)
 
 
 def test_a_run_that_is_over_is_not_trained_again(world: World, model: Path) -> None:
@@ -518,9 +437,7 @@ def test_a_run_that_is_over_is_not_trained_again(world: World, model: Path) -> N
     assert world.buffer.lineage == 0
 
 
-def test_heartbeats_and_acks_show_how_long_was_waited_in_all_also_for_batches_that_were_refused(
-    world: World, model: Path
-) -> None:
+def test_heartbeats_and_acks_show_how_long_was_waited_in_all(world: World, model: Path) -> None:
     refuse = failing(2, lambda: VoidBatchError("batch is void"), "ack")
 
     def before(method: str) -> None:
@@ -536,12 +453,9 @@ def test_heartbeats_and_acks_show_how_long_was_waited_in_all_also_for_batches_th
     assert waited_s[-1] > sum(metrics["wait_s"] or 0.0 for metrics in acked) + 0.2  # two more draws
     assert waited_s[-1] - waited_s[3] < (acked[-1]["train_s"] or 0.0) - (acked[3]["train_s"] or 0.0)
     last = world.buffer.beats[-1]
-    assert last.kind == "trainer"
-    assert last.state == "done"
-    assert last.version == PolicyVersion(1, 10)
-    assert last.gauges["step"] == 10
-    assert last.gauges["waited_s_total"] == waited_s[-1]
-    assert last.gauges["num_unpublished_versions"] == 0
+    assert (last.kind, last.state, last.version) == ("trainer", "done", PolicyVersion(1, 10))
+    expected = {"step": 10, "waited_s_total": waited_s[-1], "num_unpublished_versions": 0}
+    assert last.gauges.items() >= expected.items()
 
 
 def remove_tokenizer(folder: Path) -> None:
@@ -557,9 +471,7 @@ def remove_tokenizer(folder: Path) -> None:
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10"), "cannot be loaded: "),
     ],
 )
-def test_a_model_that_cannot_be_used_is_one_sentence(
-    world: World, tmp_path: Path, harm: Callable[[Path], object], sentence: str
-) -> None:
+def test_a_bad_model_is_a_sentence(world: World, tmp_path: Path, harm: Callable[[Path], object], sentence: str) -> None:
     folder = make_tiny_model(tmp_path / "harmed", hidden_size=32)
     harm(folder)
     with pytest.raises(ConfigError, match=rf"model\.path .*harmed.* {sentence}"):

@@ -16,7 +16,6 @@ from tba.api import OriginInfo
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
 from tests.support.stored_checkpoint import section_tensors
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_team import run_alone, run_team
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World
@@ -55,9 +54,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_canary_is_that_of_the_merged_weights_as_a_plain_model_computes_them(
-    world: World, model: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_the_canary_is_that_of_the_merged_weights(world: World, model: Path, tmp_path: Path, dtype: str) -> None:
     world.train(make_recipe(model, model={"lora": LORA, "dtype": dtype}, trainer=TRAINER))
     folder = tmp_path / "export"
     for key in world.store.list("runs/demo/export/"):
@@ -111,16 +108,6 @@ def test_another_adapter_under_the_same_run_is_refused(world: World, model: Path
     stopped(world, model)
     with pytest.raises(ConfigError, match=r"\[model\.lora\] is .*, but this run has trained with rank=4 alpha=8"):
         world.train(make_recipe(model, model={"lora": lora}, trainer=TRAINER))
-    assert world.buffer.lineage == 1
-
-
-def test_an_adapter_continues_only_upon_the_model_that_it_was_trained_on(
-    world: World, model: Path, tmp_path: Path
-) -> None:
-    stopped(world, model)
-    other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
-    with pytest.raises(ConfigError, match=r"model\.path does not hold the model"):
-        world.train(make_recipe(other, model={"lora": LORA}, trainer=TRAINER))
     assert world.buffer.lineage == 1
 
 

@@ -191,18 +191,6 @@ def test_experts_are_sharded_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_an_adapter_is_sharded_too(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="LoRA needs the extra tba-trainer[lora]")
-    recipe = recipe_of(tmp_path, "gpt_neox", False, model={"lora": {"rank": 4, "alpha": 8.0}})
-    one = run_alone(tmp_path / "one", recipe, num_steps=NUM_STEPS)
-    two = run_team(tmp_path / "two", recipe, num_ranks=2, num_steps=NUM_STEPS)
-    assert_same_training(one, two)
-    adapter = two.checkpoint()["model"]
-    assert adapter.keys() == one.checkpoint()["model"].keys()
-    assert all(".lora_" in name for name in adapter)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("checkpointing", "vocab_size"), [(False, 2048), (True, 64)])
 def test_a_rank_holds_what_tba_sizing_says(tmp_path: Path, checkpointing: bool, vocab_size: int) -> None:
     """Two processes in bfloat16, counted tensor by tensor, beside the trace of the step."""

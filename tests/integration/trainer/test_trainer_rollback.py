@@ -71,26 +71,15 @@ def test_kills_and_a_damaged_checkpoint_neither_lose_the_request_nor_repeat_it(w
     assert buffer.parents == {1: "0-0"}
     for key in object_keys(world.store, "runs/demo/checkpoints/1-4", "model"):
         world.store.put(key, b"not what was written")
-
-    def before(method: str) -> None:  # nothing but the lineage itself has been asked for
-        if method == "run" and buffer.lineage == 2:
-            raise TbaError("killed")
-
-    buffer.before = before
-    with pytest.raises(TbaError, match="killed"):
-        world.train(settings)
+    world.train_until_killed(settings, "run", lineage=2)  # nothing but the lineage itself has been asked for
     assert buffer.rollback is None
     assert buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
-    buffer.before = lambda method: None
     world.train(settings)
-    assert buffer.state == "done"
-    assert buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2"}
+    assert (buffer.state, buffer.parents) == ("done", {1: "0-0", 2: "1-2", 3: "1-2"})
 
 
 @pytest.mark.parametrize("lost", ["1-2", "1-2 1-4"])
-def test_without_an_intact_checkpoint_at_or_before_it_the_run_fails_and_the_next_start_continues(
-    world: World, model: Path, lost: str
-) -> None:
+def test_without_an_intact_checkpoint_before_it_the_run_fails(world: World, model: Path, lost: str) -> None:
     settings, buffer = recipe(model), world.buffer
     ask_at(world, method="ack", step=5, version="1-2")
     ask = buffer.before
@@ -112,8 +101,7 @@ def test_without_an_intact_checkpoint_at_or_before_it_the_run_fails_and_the_next
             world.train(settings)
         return
     world.train(settings)
-    assert buffer.state == "done"
-    assert buffer.parents == {1: "0-0", 2: "1-4", 3: "1-4"}
+    assert (buffer.state, buffer.parents) == ("done", {1: "0-0", 2: "1-4", 3: "1-4"})
 
 
 def test_a_stop_between_request_and_new_lineage_stays_a_stop(world: World, model: Path) -> None:

@@ -21,8 +21,17 @@ from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.policy import compile_layers, frozen_copy, load_policy
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tba.config import Recipe
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe
+
+
+def tolerance_of(recipe: Recipe, factor: float) -> float:
+    """Of a model whose logits are multiplied: larger ones have larger roundings."""
+    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
+    with torch.no_grad():
+        theta.get_output_embeddings().weight.mul_(factor)
+    return CanaryMaker(theta, frozen_copy(theta, torch.bfloat16), recipe).make().tolerance
 
 
 @pytest.mark.parametrize(
@@ -35,12 +44,7 @@ def test_a_tolerance_stays_within_its_bounds(gap: float, expected: float) -> Non
 def test_weights_that_round_more_get_a_larger_tolerance(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     recipe = make_recipe(folder, model={"dtype": "bfloat16"})
-    found = []
-    for factor in (0.1, 3.0, 60.0):
-        theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-        with torch.no_grad():
-            theta.get_output_embeddings().weight.mul_(factor)  # larger logits have larger roundings
-        found.append(CanaryMaker(theta, frozen_copy(theta, torch.bfloat16), recipe).make().tolerance)
+    found = [tolerance_of(recipe, factor) for factor in (0.1, 3.0, 60.0)]
     assert found[0] == MIN_TOLERANCE["bfloat16"] < found[1] < found[2] == MAX_TOLERANCE["bfloat16"]
 
 
@@ -52,15 +56,10 @@ def test_weights_that_round_more_get_a_larger_tolerance(tmp_path: Path) -> None:
         ("embedded", {"quantization": "fp8_per_block"}, MIN_TOLERANCE["bfloat16"]),
     ],
 )
-def test_an_engine_with_8_bits_may_be_further_off(
-    tmp_path: Path, engine: str, vllm: dict[str, str], expected: float
-) -> None:
+def test_an_engine_with_8_bits_may_be_off(tmp_path: Path, engine: str, vllm: dict[str, str], expected: float) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
     recipe = make_recipe(folder, model={"dtype": "bfloat16"}, searcher={"engine": engine, "vllm": vllm})
-    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    with torch.no_grad():
-        theta.get_output_embeddings().weight.mul_(0.1)  # little rounding: the least tolerance decides
-    assert CanaryMaker(theta, frozen_copy(theta, torch.bfloat16), recipe).make().tolerance == expected
+    assert tolerance_of(recipe, 0.1) == expected  # little rounding: the least tolerance decides
 
 
 def test_the_canary_is_the_candidate_that_rounding_changes_least(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter, write_ten
 from tba_trainer.distributed import checkpoints, follower, leader, shares
 from tba_trainer.distributed.jobs import Job, give_reply
 from tba_trainer.distributed.launch import LAUNCHER_VARIABLE, launch, main
-from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter, encode_drawn_batch
+from tba_trainer.distributed.leader import LeaderLearner, LeaderWeightSnapshotWriter
 from tba_trainer.distributed.process_group import BroadcastTensors, Team, _end_with_launcher
 from tba_trainer.learner.learner import Learner
 from torch.distributed import DistNetworkError
@@ -29,10 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tba.errors import StoreUnavailableError
-from tba.wire import decode_batch
-from tests.support.trainer_values import make_batch, make_recipe
-
-# ---- A team's leader and followers know the same commands, and what passes through files stays bounded in memory ----
+from tests.support.trainer_values import make_recipe
 
 
 def public_methods(kind: type) -> set[str]:
@@ -56,16 +53,6 @@ def test_every_command_of_the_leader_is_one_of_the_followers() -> None:
     asked = set(re.findall(r"\.(?:lead|collect)\(\"(\w+)\"", source))
     assert asked == set(re.findall(r"^ {12}\"(\w+)\":", source, re.MULTILINE))
     assert len(asked) == 4
-
-
-def test_a_batch_reaches_the_followers_as_it_is() -> None:
-    batch = make_batch(3)
-    found = decode_batch(encode_drawn_batch(batch))
-    assert [r.rollout_id for r in found.rollouts] == [r.rollout_id for r in batch.rollouts]
-    for ours, theirs in zip(batch.rollouts, found.rollouts, strict=True):
-        assert ours.sampler_logprobs.tobytes() == theirs.sampler_logprobs.tobytes()
-        assert ours.response_tokens.tobytes() == theirs.response_tokens.tobytes()
-        assert (ours.reward, ours.prompt_id) == (theirs.reward, theirs.prompt_id)
 
 
 def test_a_team_of_one_exchanges_nothing() -> None:
@@ -97,11 +84,7 @@ def test_of_a_gathered_model_one_file_and_one_tensor_are_in_memory_at_once(tmp_p
     assert most[0] <= max_bytes // tensor_bytes + 2  # a file, the tensor that did not fit, and the one that comes next
 
 
-# ---- The launcher of a trainer of several processes -----------------------------------------------------------------
-
-
 def failure_of(code: int, time_s: int = 2) -> ProcessFailure:
-    """What torchrun says of a process that has ended."""
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="none")
     failure.timestamp = time_s
     return failure
@@ -164,13 +147,11 @@ def test_a_process_whose_launcher_died_before_it_looked_is_killed(monkeypatch: p
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
-def test_a_deterministic_trainer_has_torch_refuse_random_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deterministic_trainer_refuses_random_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which GPU kernels add in a random order is torch's knowledge; here it is only asked before the model is built."""
     seen = []
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # restored after the test
-    monkeypatch.setattr(trainer, "_lead", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    monkeypatch.setattr(trainer, "train", lambda *_, **__: seen.append(torch.are_deterministic_algorithms_enabled()))
     try:
         for wanted in (False, True):
             trainer.run_trainer(make_recipe(tmp_path, trainer={"deterministic": wanted}))

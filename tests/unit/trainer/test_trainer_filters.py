@@ -28,7 +28,6 @@ def filtered(batch: Batch, needs: Requirements = NEEDS) -> Batch:
 
 
 def with_first(change: dict[str, object]) -> Batch:
-    """A batch of 3 groups of 4 whose first rollout is changed."""
     batch = make_batch(0)
     first = batch.groups[0]
     changed = replace(first, rollouts=(replace(first.rollouts[0], **change), *first.rollouts[1:]))
@@ -58,9 +57,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("change", "reason", "sentence"), REFUSALS)
-def test_a_bad_rollout_is_refused_by_name_and_costs_only_itself(
-    change: dict[str, object], reason: str, sentence: str
-) -> None:
+def test_a_bad_rollout_is_refused_and_costs_only_itself(change: dict[str, object], reason: str, sentence: str) -> None:
     batch = with_first(change)
     found = filtered(batch)
     assert [group.rollouts for group in found.groups] == [

@@ -48,9 +48,6 @@ def rho(problem: Problem, row: int) -> Tensor:
     return (problem.logprobs(row) - problem.sampler[row]).exp()
 
 
-# ---- Baselines, with a KL -------------------------------------------------------------------------------------------
-
-
 def grpo(problem: Problem) -> Tensor:
     advantage = centred(problem, problem.reward, deviation=True) - centred_kl(problem)
     terms = [ppo(rho(problem, row), advantage[row]).mean() for row in range(problem.num_rollouts)]
@@ -120,9 +117,6 @@ BASELINES: dict[str, Callable[[Problem], Tensor]] = {
     "reinforce": reinforce,
     "online_dpo": online_dpo,
 }
-
-
-# ---- Objectives of the field ----------------------------------------------------------------------------------------
 
 
 def dapo(problem: Problem) -> Tensor:
@@ -242,9 +236,6 @@ def test_ours_is_not_the_published_tba_prime() -> None:
         assert float(((other - expected).norm() / expected.norm()).detach()) > 1e-3
 
 
-# ---- Parts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("aggregation", "divisor"),
     [
@@ -293,9 +284,6 @@ def test_raft_imitates_the_best_of_each_group() -> None:
     assert_same(problem.gradient(objective_of("raft"), beta=0.0), problem.gradient_of(literal))
 
 
-# ---- The second moment ----------------------------------------------------------------------------------------------
-
-
 def test_as_few_tokens_go_as_bring_the_second_moment_below_its_limit() -> None:
     squares = torch.tensor([0.5, 0.01, 0.3, 0.02], dtype=torch.float64)
     assert second_moment_cut(squares, 1.0) == 0.5
@@ -303,9 +291,6 @@ def test_as_few_tokens_go_as_bring_the_second_moment_below_its_limit() -> None:
     assert second_moment_cut(squares, 0.105) == pytest.approx(0.02)
     assert second_moment_cut(squares, 0.001) < 0
     assert second_moment_cut(torch.zeros(4), 0.04) == 0.0  # on-policy nothing goes
-
-
-# ---- Clips, groups of one, ties -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo_clip", "proximal_rloo"])

@@ -66,8 +66,8 @@ def known_of(batch: Batch, objective: Objective, rng: np.random.Generator) -> di
     }
 
 
-Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]
-"""Gradient, metrics, what is known per rollout, forward passes."""
+Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int, int]
+"""Gradient, metrics, what is known per rollout, forward passes, sequences in them."""
 
 
 def run(
@@ -80,13 +80,14 @@ def run(
     known: dict[str, Logprobs] | None = None,
     ages: list[int] = AGES,
     context: Context | None = None,
+    beta: float = BETA,
 ) -> Result:
-    num_passes = 0
+    num_passes = num_sequences = 0
 
     class Counting(LogprobModel):
         def _token_logprobs(self, sequences: Any, with_entropy: bool) -> Any:
-            nonlocal num_passes
-            num_passes += 1
+            nonlocal num_passes, num_sequences
+            num_passes, num_sequences = num_passes + 1, num_sequences + sequences.num_rows
             return super()._token_logprobs(sequences, with_entropy)
 
     model = copy.deepcopy(model)
@@ -100,13 +101,13 @@ def run(
         rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
         **(known or known_of(batch, resolved, rng)),
         policy_ages=ages[: len(batch.rollouts)],
-        beta=BETA,
+        beta=beta,
         micro_batch_tokens=max_tokens,
         ranks=ranks,
     )
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    return gradient, metrics, work.results(), num_passes
+    return gradient, metrics, work.results(), num_passes, num_sequences
 
 
 def run_ranks(
@@ -117,7 +118,6 @@ def run_ranks(
     num_ranks: int,
     rewards: np.ndarray | None = None,
 ) -> list[Result]:
-    """Every rank in a thread of its own, on a copy of the model."""
     barrier = threading.Barrier(num_ranks, timeout=RANK_WAIT_S)
     parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
 
@@ -168,19 +168,9 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(model: Any, pres
         assert len({result[3] for result in results}) == 1  # the same number of collectives
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"preset": "tb"},
-        {"preset": OWN},
-        {"preset": "rloo"},
-        {"preset": "cispo"},
-        {"preset": "m2po"},
-    ],
-    ids=str,
-)
-def test_ranks_without_a_rollout_make_the_same_passes(model: Any, values: dict[str, Any]) -> None:
-    batch, objective = make_batch(0, num_groups=1, group_size=2), section(**values)
+@pytest.mark.parametrize("preset", ["tb", OWN, "rloo", "cispo", "m2po"])
+def test_ranks_without_a_rollout_make_the_same_passes(model: Any, preset: str) -> None:
+    batch, objective = make_batch(0, num_groups=1, group_size=2), section(preset)
     model = copy.deepcopy(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0.3  # the filler's token, which else has no gradient anyway
@@ -189,7 +179,7 @@ def test_ranks_without_a_rollout_make_the_same_passes(model: Any, values: dict[s
     assert_same((torch.stack([result[0] for result in results]).sum(dim=0), *results[4][1:]), whole)
     num_without = sum(float(result[0].norm()) == 0 for result in results)
     # m2po masks whole rollouts here, the others none
-    assert num_without == 3 if values["preset"] != "m2po" else num_without >= 3
+    assert num_without == 3 if preset != "m2po" else num_without >= 3
     assert len({result[3] for result in results}) == 1
 
 
@@ -206,9 +196,7 @@ def test_ranks_without_a_rollout_make_the_same_passes(model: Any, values: dict[s
         ({"preset": "ppo_clip"}, 60, 6),
     ],
 )
-def test_a_first_pass_is_made_only_where_an_advantage_needs_it(
-    model: Any, values: dict[str, Any], max_tokens: int, num_passes: int
-) -> None:
+def test_a_first_pass_only_where_needed(model: Any, values: dict[str, Any], max_tokens: int, num_passes: int) -> None:
     """12 rollouts in 3 groups. Not where groups are whole, not where A_j does not read theta's log-probs of others."""
     assert run(model, section(**values), make_batch(0), max_tokens)[3] == num_passes
 
@@ -230,55 +218,28 @@ def test_two_slots_of_one_prompt_are_two_groups(model: Any, preset: str, max_tok
     assert found[1] == expected[1]
 
 
-class _Watched(LogprobModel):
-    """Remembers how many sequences went through it."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, temperature=1.0)
-        self.num_sequences = 0
-
-    def _token_logprobs(self, sequences: Any, with_entropy: bool) -> Any:
-        self.num_sequences += len(set(sequences.row.tolist()))
-        return super()._token_logprobs(sequences, with_entropy)
-
-
 REWARDS = np.array([1.0] * 4 + [0.0, 1.0, 1.0, 0.0] + [0.25] * 4)
 """The first and the last of three groups are tied."""
 
 
-def run_tied(
-    model: Any, values: dict[str, Any], rewards: np.ndarray = REWARDS, max_tokens: int = 4096
-) -> tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int]:
-    batch, policy = make_batch(0), _Watched(copy.deepcopy(model).double())
-    objective = resolve(ObjectiveSection.model_validate(values), max_response_tokens=32)
-    work = ForwardBackward(
-        policy,
-        objective,
-        batch.rollouts,
-        groups=batch.group_numbers,
-        rewards=rewards,
-        reference=lambda rollouts: [np.array([-5.0])] * len(rollouts) if objective.needs_reference else None,
-        policy_ages=AGES,
-        beta=values.get("beta", {}).get("value", 0.0),
-        micro_batch_tokens=max_tokens,
-    )
-    metrics = work.backward()
-    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-    return gradient, metrics, work.results(), policy.num_sequences
+def run_tied(model: Any, values: dict[str, Any], rewards: np.ndarray = REWARDS, max_tokens: int = 4096) -> Result:
+    objective, beta = ObjectiveSection.model_validate(values), values["beta"]["value"]
+    known: dict[str, Any] = {"reference": lambda rollouts: [np.array([-5.0])] * len(rollouts) if beta else None}
+    theta = copy.deepcopy(model).double()
+    return run(theta, objective, make_batch(0), max_tokens, rewards=rewards, known=known, beta=beta)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "dr_grpo_clamp"])
 @pytest.mark.parametrize("max_tokens", [4096, 60])
-def test_tied_groups_cost_no_pass_and_change_no_gradient(
-    model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_groups_cost_no_pass(model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"preset": preset, "beta": {"value": 0.0}}
-    found, metrics, results, num_sequences = run_tied(model, values, max_tokens=max_tokens)
+    found, metrics, results, _, num_sequences = run_tied(model, values, max_tokens=max_tokens)
     assert num_sequences == 4
     assert metrics["num_rollouts_without_gradient"] == 8
     assert [item.logprob is None for item in results] == [True] * 4 + [False] * 4 + [True] * 4
-    monkeypatch.setattr(ForwardBackward, "_rows_with_gradient", lambda self: list(range(12)))
-    expected, all_metrics, all_results, num_all = run_tied(model, values, max_tokens=max_tokens)
+    monkeypatch.setattr(Objective, "reads_theta", True)  # then rewards alone do not decide which rows have a pass
+    monkeypatch.setattr(Objective, "needs_complete_groups", False)
+    expected, all_metrics, all_results, _, num_all = run_tied(model, values, max_tokens=max_tokens)
     assert num_all == 12
     assert expected.norm() > 0
     torch.testing.assert_close(found, expected, atol=1e-13, rtol=1e-11)
@@ -287,27 +248,16 @@ def test_tied_groups_cost_no_pass_and_change_no_gradient(
     assert [item.logprob for item in results[4:8]] == pytest.approx([item.logprob for item in all_results[4:8]])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"preset": "grpo", "beta": {"value": 0.1}},
-        {"preset": "tb", "beta": {"value": 0.1}},
-        {"preset": "kimi", "beta": {"value": 0.1}},
-        {"preset": "m2po", "beta": {"value": 0.0}},
-    ],
-    ids=str,
-)
-def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, values: dict[str, Any]) -> None:
-    _, metrics, _, num_sequences = run_tied(model, values)
+@pytest.mark.parametrize(("preset", "beta"), [("grpo", 0.1), ("tb", 0.1), ("kimi", 0.1), ("m2po", 0.0)])
+def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, preset: str, beta: float) -> None:
+    _, metrics, *_, num_sequences = run_tied(model, {"preset": preset, "beta": {"value": beta}})
     assert num_sequences == 12
     assert metrics["num_rollouts_without_gradient"] == 0
 
 
 @pytest.mark.parametrize("preset", FAMILY)
 @pytest.mark.parametrize("max_tokens", [4096, 60, 10])
-def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_missing(
-    model: Any, preset: str, max_tokens: int
-) -> None:
+def test_masked_tied_groups_cost_no_pass_and_only_their_gradient(model: Any, preset: str, max_tokens: int) -> None:
     """The gradient is that of the group that is left, divided by all rollouts; nothing is asked of the others."""
     batch, theta, objective = make_batch(0), copy.deepcopy(model).double(), section(preset, mask_tied=True)
     resolved = resolve(objective, max_response_tokens=32)
@@ -322,7 +272,7 @@ def test_masked_tied_groups_cost_no_pass_and_only_their_part_of_the_gradient_is_
         return ask
 
     watched = {name: noted(logprobs) for name, logprobs in known.items()}
-    found, metrics, results, _ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=watched)
+    found, metrics, results, *_ = run(theta, objective, batch, max_tokens, rewards=REWARDS, known=watched)
     rows = slice(4, 8)
     assert asked == [[r.rollout_id for r in batch.rollouts[rows]]] * 2
     alone = replace(batch, groups=batch.groups[1:2])
@@ -352,9 +302,7 @@ PLAIN = [section(name, beta={"value": 0.0}) for name in ("grpo", "reinforce", "p
 
 @pytest.mark.parametrize("objective", [*PLAIN, MASKED], ids=lambda each: each.preset)
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 4096), (3, 30), (7, 4096)])
-def test_ranks_agree_about_what_needs_no_pass(
-    model: Any, objective: ObjectiveSection, num_ranks: int, max_tokens: int
-) -> None:
+def test_ranks_agree_what_has_no_pass(model: Any, objective: ObjectiveSection, num_ranks: int, max_tokens: int) -> None:
     """Also with fewer rollouts than ranks. All make the same number of passes, since each is a collective."""
     whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
     results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
@@ -375,7 +323,9 @@ def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any, 
 
 
 def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:
-    gradient, metrics, results, num_sequences = run_tied(model, {"preset": "grpo", "beta": {"value": 0.0}}, np.ones(12))
+    gradient, metrics, results, _, num_sequences = run_tied(
+        model, {"preset": "grpo", "beta": {"value": 0.0}}, np.ones(12)
+    )
     assert num_sequences == 1  # the filler
     assert gradient.abs().max() == 0
     assert metrics["entropy"] is None
@@ -383,9 +333,6 @@ def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model:
     found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
     assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
     assert found["num_rollouts"] == 12
-
-
-# ---- Micro-batch plans ----------------------------------------------------------------------------------------------
 
 
 Rows = list[tuple[int, int]]
@@ -408,9 +355,7 @@ def load(rows: Rows, micro_batch: list[int]) -> int:
 
 
 @given(rows=ROWS, max_tokens=st.integers(1, 500), num_ranks=st.integers(1, 5), keep_groups=st.booleans())
-def test_every_rollout_is_in_exactly_one_micro_batch_within_the_bound(
-    rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool
-) -> None:
+def test_every_rollout_is_once_within_the_bound(rows: Rows, max_tokens: int, num_ranks: int, keep_groups: bool) -> None:
     plan = plan_of(rows, max_tokens, num_ranks=num_ranks, keep_groups=keep_groups)
     everything = [micro_batch for micro_batches in plan for micro_batch in micro_batches]
     assert sorted(i for micro_batch in everything for i in micro_batch) == list(range(len(rows)))
@@ -455,9 +400,7 @@ def test_loads_differ_by_no_more_than_the_longest_rollout(rows: Rows, max_tokens
 
 
 @given(rows=ROWS, max_tokens=st.integers(60, 500), num_ranks=st.integers(1, 5))
-def test_there_are_not_many_more_micro_batches_than_the_tokens_need(
-    rows: Rows, max_tokens: int, num_ranks: int
-) -> None:
+def test_there_are_few_more_micro_batches_than_tokens_need(rows: Rows, max_tokens: int, num_ranks: int) -> None:
     """With the longest rollout at most half the bound, every bin, except in the last round, is at least half full."""
     half = [(max(1, length // 2), group) for length, group in rows]
     plan = plan_of(half, max_tokens, num_ranks=num_ranks, keep_groups=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,18 +30,11 @@ BAD: dict[str, dict[str, float | None]] = {
 }
 
 
-def section(**alarms: Any) -> GuardsSection:
-    return make_guards(**alarms)
-
-
 def after(guards: GuardsSection, *steps: dict[str, float | None] | None, state: GuardState | None = None) -> StepAction:
-    """Return the action of the last of these steps."""
-    result = None
-    for metrics in steps:
-        result = check_step(guards, state or GuardState(), metrics)
-        state = result.state
-    assert result is not None
-    return result
+    *first, last = steps
+    for metrics in first:
+        state = check_step(guards, state or GuardState(), metrics).state
+    return check_step(guards, state or GuardState(), last)
 
 
 def names(result: StepAction) -> list[str]:
@@ -50,7 +42,7 @@ def names(result: StepAction) -> list[str]:
 
 
 def test_a_step_that_is_fine_is_applied_and_says_nothing() -> None:
-    result = after(section(), *[FINE] * 20)
+    result = after(make_guards(), *[FINE] * 20)
     assert (result.skip, result.alarms, result.actions, result.reason) == (None, (), frozenset(), "")
     assert result.state.gauges() == {f"{kind}_{n}": 0.0 for kind in ("alarms", "alarm_on") for n in NAMES} | {
         "rollbacks": 0.0
@@ -63,14 +55,14 @@ def test_a_step_that_is_fine_is_applied_and_says_nothing() -> None:
 @pytest.mark.parametrize("action", ["none", "skip", "fail"])
 def test_what_is_not_finite_is_never_applied_whatever_the_action(bad: dict[str, float], action: str) -> None:
     for patience in (1, 3):
-        guards = section(non_finite={"action": action, "patience_steps": patience})
+        guards = make_guards(non_finite={"action": action, "patience_steps": patience})
         result = after(guards, FINE, FINE | bad)
         assert result.skip == "non_finite"
         assert names(result) == (["non_finite"] if patience == 1 else [])
 
 
 def test_a_norm_is_a_spike_beside_the_median_of_the_applied_ones() -> None:
-    guards = section(grad_spike={"factor": 10, "window_steps": 8, "action": "skip"})
+    guards = make_guards(grad_spike={"factor": 10, "window_steps": 8, "action": "skip"})
     usual = [FINE | {"grad_norm": norm} for norm in (1.0, 2.0, 3.0)]
     assert names(after(guards, FINE, FINE | {"grad_norm": 1e6})) == []  # one norm says nothing about the usual
     assert names(after(guards, *usual, FINE | {"grad_norm": 19.9})) == []
@@ -84,7 +76,7 @@ def test_a_norm_is_a_spike_beside_the_median_of_the_applied_ones() -> None:
 
 @pytest.mark.parametrize("action", ["none", "skip"])
 def test_spikes_are_capped_in_the_median_which_follows_where_the_norms_have_risen_for_good(action: str) -> None:
-    guards = section(grad_spike={"factor": 10, "window_steps": 8, "action": action})
+    guards = make_guards(grad_spike={"factor": 10, "window_steps": 8, "action": action})
     state, fired = after(guards, *[FINE] * 8).state, []
     for step in range(20):
         result = check_step(guards, state, FINE | {"grad_norm": 1e9 if step == 0 else 50.0})
@@ -102,7 +94,7 @@ SPARSE = [FINE | ({"grad_norm": 0.4} if step % 8 == 0 else {"grad_norm": 1e-3, *
 
 
 def test_a_batch_with_a_rare_success_is_no_spike_and_ten_times_its_norm_is_one() -> None:
-    guards = section(grad_spike={"action": "skip"})
+    guards = make_guards(grad_spike={"action": "skip"})
     state = GuardState()
     for metrics in SPARSE:
         result = check_step(guards, state, metrics)
@@ -115,24 +107,24 @@ def test_a_batch_with_a_rare_success_is_no_spike_and_ten_times_its_norm_is_one()
 
 
 def test_what_clipping_goes_by_does_not_depend_on_which_batches_have_a_signal() -> None:
-    guards, dense = section(), [{**metrics, "tied_group_share": 0.5} for metrics in SPARSE]
+    guards, dense = make_guards(), [{**metrics, "tied_group_share": 0.5} for metrics in SPARSE]
     assert after(guards, *SPARSE).state.grad_norms == after(guards, *dense).state.grad_norms
     assert len(names(after(guards, *dense[:65]))) == 1  # the same norms, all with a signal
 
 
 def test_an_objective_whose_groups_are_all_tied_is_watched_by_all_its_norms() -> None:
     tied = FINE | TIED
-    assert names(after(section(), *[tied] * 10, tied | {"grad_norm": 10.1})) == ["grad_spike"]
-    assert names(after(section(), *[tied] * 10, FINE | {"grad_norm": 10.1})) == []  # the first with a signal
+    assert names(after(make_guards(), *[tied] * 10, tied | {"grad_norm": 10.1})) == ["grad_spike"]
+    assert names(after(make_guards(), *[tied] * 10, FINE | {"grad_norm": 10.1})) == []  # the first with a signal
 
 
 def test_a_norm_that_is_skipped_for_another_reason_is_no_part_of_what_is_usual() -> None:
-    guards = section(ess_collapse={"patience_steps": 1, "action": "skip"}, grad_spike={"window_steps": 4})
+    guards = make_guards(ess_collapse={"patience_steps": 1, "action": "skip"}, grad_spike={"window_steps": 4})
     assert after(guards, FINE, FINE | BAD["ess_collapse"] | {"grad_norm": 3.0}).state.grad_norms == (1.0,)
 
 
 def test_batches_without_a_gradient_say_nothing_about_the_usual_norm() -> None:
-    guards, tied = section(), FINE | {"grad_norm": 0.0, "tied_group_share": 1.0}
+    guards, tied = make_guards(), FINE | {"grad_norm": 0.0, "tied_group_share": 1.0}
     state = after(guards, *[tied, FINE, tied] * 12).state
     assert state.grad_norms == state.signal_grad_norms == (1.0,) * 12
     assert usual_grad_norm(guards, state) == 1.0  # the clip stays on
@@ -140,7 +132,7 @@ def test_batches_without_a_gradient_say_nothing_about_the_usual_norm() -> None:
 
 def test_an_alarm_alone_changes_nothing_about_the_step() -> None:
     for name in ("grad_spike", "ess_collapse", "log_ratio_drift"):
-        result = after(section(**{name: {"patience_steps": 1}}), *[FINE] * 10, FINE | BAD[name])
+        result = after(make_guards(**{name: {"patience_steps": 1}}), *[FINE] * 10, FINE | BAD[name])
         assert names(result) == [name]
         assert (result.skip, result.actions, result.reason) == (None, frozenset(), "")
         assert result.state.num_alarms == {name: 1}
@@ -158,18 +150,18 @@ def test_the_defaults_skip_what_is_not_finite_fail_on_another_model_and_only_tel
 
 
 def test_log_probs_of_another_model_at_age_0_fail_the_run_before_the_batch_is_applied() -> None:
-    result = after(section(), FINE | BAD["on_policy_gap"])
+    result = after(make_guards(), FINE | BAD["on_policy_gap"])
     assert (result.skip, result.actions) == ("on_policy_gap", {"fail"})
     right = FINE | {"logprob_gap_on_policy": 0.05, "logprob_gap_limit": 0.06}
     for fine in (right, right | {"logprob_gap_on_policy": None}, FINE | {"logprob_gap_on_policy": 4.9}):
-        assert after(section(), fine).alarms == ()
+        assert after(make_guards(), fine).alarms == ()
     assert "too old" not in REMEDIES["on_policy_gap"]
     assert REMEDIES.keys() == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["ess_collapse", "log_ratio_drift"])
 def test_patience_counts_steps_in_a_row_and_begins_again_after_the_alarm(name: str) -> None:
-    guards, bad = section(**{name: {"patience_steps": 3, "action": "pause"}}), FINE | BAD[name]
+    guards, bad = make_guards(**{name: {"patience_steps": 3, "action": "pause"}}), FINE | BAD[name]
     state, fired = GuardState(), []
     for step, metrics in enumerate([bad, bad, FINE, bad, bad, bad, bad, bad, bad, FINE], start=1):
         result = check_step(guards, state, metrics)
@@ -182,7 +174,7 @@ def test_patience_counts_steps_in_a_row_and_begins_again_after_the_alarm(name: s
 
 
 def test_what_is_unknown_in_a_step_neither_counts_nor_ends_a_row() -> None:
-    guards, bad = section(ess_collapse={"patience_steps": 2}), FINE | BAD["ess_collapse"]
+    guards, bad = make_guards(ess_collapse={"patience_steps": 2}), FINE | BAD["ess_collapse"]
     assert names(after(guards, bad, FINE | {"ess": None}, bad)) == ["ess_collapse"]
     assert names(after(guards, bad, None, bad)) == ["ess_collapse"]
     assert names(after(guards, bad, FINE | {"ess": math.nan}, bad)) == ["ess_collapse"]
@@ -190,23 +182,20 @@ def test_what_is_unknown_in_a_step_neither_counts_nor_ends_a_row() -> None:
 
 @pytest.mark.parametrize("action", ["skip", "pause", "rollback", "fail"])
 def test_every_action_skips_the_batch(action: str) -> None:
-    result = after(section(ess_collapse={"patience_steps": 1, "action": action}), FINE | BAD["ess_collapse"])
+    result = after(make_guards(ess_collapse={"patience_steps": 1, "action": action}), FINE | BAD["ess_collapse"])
     assert (result.skip, result.actions) == ("ess_collapse", {action})
     assert result.reason.startswith("ess_collapse: the effective sample size is 0.010 of the batch, below 0.1")
 
 
 def test_the_actions_of_several_alarms_add_up() -> None:
-    alarms = {
-        "ess_collapse": {"patience_steps": 1, "action": "pause"},
-        "non_finite": {"action": "rollback"},
-    }
-    result = after(section(**alarms), FINE | BAD["ess_collapse"] | BAD["non_finite"])
+    alarms = {"ess_collapse": {"patience_steps": 1, "action": "pause"}, "non_finite": {"action": "rollback"}}
+    result = after(make_guards(**alarms), FINE | BAD["ess_collapse"] | BAD["non_finite"])
     assert result.actions == {"pause", "rollback"}
     assert result.skip == "non_finite"
 
 
 def test_too_many_skipped_batches_in_a_row_fail_the_run() -> None:
-    guards, bad = section(max_skipped_in_row=3), FINE | BAD["non_finite"]
+    guards, bad = make_guards(max_skipped_in_row=3), FINE | BAD["non_finite"]
     assert "fail" not in after(guards, *[bad] * 3, FINE, *[bad] * 3).actions
     result = after(guards, bad, None, bad, bad)
     assert result.actions == {"skip", "fail"}
@@ -215,14 +204,14 @@ def test_too_many_skipped_batches_in_a_row_fail_the_run() -> None:
 
 
 def test_nothing_to_train_on_is_a_skipped_step_without_an_alarm() -> None:
-    result = after(section(), FINE, None)
+    result = after(make_guards(), FINE, None)
     assert (result.skip, result.alarms, result.actions) == ("refused", (), frozenset())
     assert result.state.num_skipped_in_row == 1
-    assert after(section(), None, None, FINE).state.num_skipped_in_row == 0
+    assert after(make_guards(), None, None, FINE).state.num_skipped_in_row == 0
 
 
 def test_rollbacks_are_bounded_and_counted_across_the_rollback() -> None:
-    guards, bad = section(non_finite={"action": "rollback"}, max_rollbacks=2), FINE | BAD["non_finite"]
+    guards, bad = make_guards(non_finite={"action": "rollback"}, max_rollbacks=2), FINE | BAD["non_finite"]
     saved = after(guards, FINE).state
     for num_rollbacks, expected in enumerate([{"rollback"}, {"rollback"}, {"fail"}], start=1):
         result = check_step(guards, saved, bad)
@@ -239,7 +228,7 @@ def test_rollbacks_are_bounded_and_counted_across_the_rollback() -> None:
 def test_no_checkpoint_is_written_while_a_rollback_may_be_near_or_nothing_finite_comes_of_the_weights() -> None:
     bad = FINE | BAD["ess_collapse"]
     for action in ("rollback", "skip"):
-        guards = section(ess_collapse={"patience_steps": 3, "action": action})
+        guards = make_guards(ess_collapse={"patience_steps": 3, "action": action})
         assert holds_checkpoints(guards, after(guards, bad).state) is (action == "rollback")
         assert not holds_checkpoints(guards, after(guards, bad, FINE).state)
         assert holds_checkpoints(guards, after(guards, FINE | BAD["non_finite"]).state)
@@ -248,27 +237,27 @@ def test_no_checkpoint_is_written_while_a_rollback_may_be_near_or_nothing_finite
 def test_a_good_step_is_applied_with_nothing_on_that_rolls_back_or_fails() -> None:
     bad, unknown = FINE | BAD["ess_collapse"], FINE | {"ess": None}
     for action in ("rollback", "fail"):
-        guards = section(ess_collapse={"patience_steps": 3, "action": action})
+        guards = make_guards(ess_collapse={"patience_steps": 3, "action": action})
         assert after(guards, FINE).state.num_since_good == 0
         assert after(guards, FINE, bad, bad, bad).state.num_since_good == 3
         assert after(guards, bad, bad, FINE).state.num_since_good == 0
         assert after(guards, FINE, bad, None, bad, unknown).state.num_since_good == 4
         assert after(guards, FINE, None, bad).state.num_since_good == 2  # no step without data says anything good
-    guards = section(ess_collapse={"patience_steps": 2, "action": "skip"})
+    guards = make_guards(ess_collapse={"patience_steps": 2, "action": "skip"})
     assert after(guards, FINE, bad).state.num_since_good == 0  # applied: training continues from it
     assert after(guards, FINE, bad, bad).state.num_since_good == 1
-    assert after(section(), FINE, FINE | BAD["non_finite"]).state.num_since_good == 1
+    assert after(make_guards(), FINE, FINE | BAD["non_finite"]).state.num_since_good == 1
 
 
 def test_weights_are_suspected_while_a_condition_skips_batches_and_not_for_want_of_data() -> None:
     bad = FINE | BAD["ess_collapse"]
     for action, suspected in (("none", False), ("skip", True), ("fail", True)):
-        guards = section(ess_collapse={"patience_steps": 1, "action": action})
+        guards = make_guards(ess_collapse={"patience_steps": 1, "action": action})
         assert suspects_weights(guards, after(guards, bad, None).state) is suspected
         assert not suspects_weights(guards, after(guards, FINE, None).state)
-    assert suspects_weights(section(), after(section(), FINE | BAD["non_finite"]).state)
+    assert suspects_weights(make_guards(), after(make_guards(), FINE | BAD["non_finite"]).state)
     # the engine of the searchers is to blame
-    assert not suspects_weights(section(), after(section(), FINE | BAD["on_policy_gap"]).state)
+    assert not suspects_weights(make_guards(), after(make_guards(), FINE | BAD["on_policy_gap"]).state)
 
 
 METRICS = st.none() | st.fixed_dictionaries(
@@ -283,11 +272,9 @@ METRICS = st.none() | st.fixed_dictionaries(
 
 
 @given(st.lists(METRICS, min_size=1, max_size=40), st.integers(0, 39))
-def test_a_state_that_went_through_a_checkpoint_decides_the_same(
-    steps: list[dict[str, float | None] | None], cut: int
-) -> None:
+def test_a_state_from_a_checkpoint_decides_the_same(steps: list[dict[str, float | None] | None], cut: int) -> None:
     alarms = {name: {"patience_steps": 2, "action": "rollback"} for name in NAMES}
-    guards = section(**alarms)
+    guards = make_guards(**alarms)
     state, resumed = GuardState(), GuardState()
     for step, metrics in enumerate(steps):
         if step == cut:

@@ -45,7 +45,6 @@ def write(path: Path, text: str) -> None:
 def group(
     folder: Path, *, limit: str, used_mib: int, files_mib: int, old: bool = False, high: str | None = None
 ) -> None:
-    """Write what Linux says of a control group."""
     if high is not None:
         write(folder / "memory.high", f"{high}\n")
     write(folder / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
@@ -149,7 +148,6 @@ def test_pinned_copies_are_counted_as_torch_rounds_them() -> None:
 
 
 def part_of(folder: Path, rows: Rows, *, num_sharers: int = 1) -> Part:
-    """Begin a part in the background."""
     store = CheckpointStore(FileStore(folder / "store"), "demo", folder=folder, max_bytes=16, num_sharers=num_sharers)
     return store.begin_part(PolicyVersion(1, 4), rows, known={}, in_background=True)
 
@@ -167,9 +165,7 @@ def test_a_checkpoint_is_copied_to_memory_where_three_quarters_of_what_is_free_h
     assert part.is_staged is is_staged
 
 
-def test_memory_that_is_kept_pinned_for_a_checkpoint_is_not_shared_with_other_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_that_is_kept_pinned_is_not_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(parts, "free_bytes", lambda: 600)
     monkeypatch.setattr(parts, "kept_pinned_bytes", lambda: 0)
     monkeypatch.setitem(counts, "checkpoint_bytes", 0)
@@ -208,9 +204,7 @@ def test_where_memory_ends_amid_the_copies_all_are_read_again_while_they_are_upl
     assert len(tries) == 2
 
 
-def test_a_part_in_memory_is_in_no_file_before_it_is_uploaded_and_leaves_memory_as_it_is_written(
-    tmp_path: Path,
-) -> None:
+def test_a_part_in_memory_is_in_no_file_before_it_is_uploaded(tmp_path: Path) -> None:
     copied: list[weakref.ref[torch.Tensor]] = []
 
     def copies() -> Iterator[tuple[str, str, TensorSlice]]:

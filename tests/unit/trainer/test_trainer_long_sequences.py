@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tba_trainer.memory_trace.fake_device import cuda_branches
-from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.memory_trace.fake_device import LiveBytes, cuda_branches
 from tba_trainer.model.logprobs import CHUNK_BYTES, head_logprobs
 from tba_trainer.model.packing import WINDOW_BLOCK, find_segments, packed_attention
 from torch._subclasses.fake_tensor import FakeTensorMode

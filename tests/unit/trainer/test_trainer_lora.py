@@ -30,22 +30,19 @@ from tba.versions import START, PolicyVersion
 from tba.weights.adapter import merged_blocks, read_adapter
 from tba.weights.digest import open_tensors
 from tba.wire.weight_manifest import Adapter, DeltaObject
-from tests.support.model_families import PACKED, VOCAB_SIZE, make_family_model
+from tests.support.model_families import PACKED, make_family_model
 from tests.support.trainer_values import make_recipe
+from tests.unit.trainer.test_trainer_packing import some_tokens
 
 FAMILIES = [*(name for name in PACKED if " " not in name), "olmo2"]
 SECTION = LoraSection(rank=4, alpha=12)
 
 
 def some_sequences() -> PackedSequences:
-    rng = np.random.default_rng(0)
-    pairs = [(rng.integers(2, VOCAB_SIZE, p), rng.integers(2, VOCAB_SIZE, r)) for p, r in ((3, 7), (5, 2), (1, 9))]
-    prompts, responses = zip(*((p.astype(np.int32), r.astype(np.int32)) for p, r in pairs), strict=True)
-    return pack_sequences(prompts, responses, "cpu")
+    return pack_sequences(*some_tokens(), "cpu")
 
 
 def adapted(name: str, section: LoraSection = SECTION, *, trained: bool = True) -> Any:
-    """A model with an adapter that is as if it had been trained for a while."""
     model = make_family_model(name)
     torch.manual_seed(1)
     add_adapter(model, section)
@@ -157,9 +154,7 @@ def test_published_tensors_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", "float32"), ("llama", "bfloat16"), ("qwen2", "float16")])
-def test_whoever_merges_a_published_adapter_has_the_bits_that_the_canary_was_computed_with(
-    tmp_path: Path, name: str, dtype: str
-) -> None:
+def test_whoever_merges_an_adapter_has_the_bits_of_the_canary(tmp_path: Path, name: str, dtype: str) -> None:
     model = adapted(name)
     recipe = make_recipe(tmp_path, model={"dtype": dtype, "lora": {"rank": SECTION.rank, "alpha": SECTION.alpha}})
     writer = WeightSnapshotWriter(model, recipe, folder=tmp_path)
@@ -237,14 +232,3 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"needs peft.*pip install 'tba\[lora\]'"):
         add_adapter(make_family_model("llama"), SECTION)
-
-
-def test_a_followers_empty_model_gets_the_same_adapter() -> None:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_family_model("llama").config)
-    add_adapter(model, SECTION)
-    shapes = {name: parameter.shape for name, parameter in adapted("llama").named_parameters()}
-    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
-    assert all(parameter.is_meta for parameter in model.parameters())

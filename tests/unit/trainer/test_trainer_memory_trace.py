@@ -13,8 +13,7 @@ import torch
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.learner.learner import Learner, trainer_rng
 from tba_trainer.memory_trace import step as memory_trace
-from tba_trainer.memory_trace.fake_device import cuda_branches
-from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.memory_trace.fake_device import LiveBytes, cuda_branches
 from tba_trainer.memory_trace.step import StepBytes, trace_recipe, trace_step
 from tba_trainer.model.policy import load_policy
 

@@ -20,9 +20,7 @@ from tba.errors import ConfigError
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE
-
-# ---- Trainer log-probs under precision, checkpointing, odd tokens ---------------------------------------------------
-
+from tests.unit.trainer.test_trainer_packing import alone
 
 LENGTHS = [(5, 7), (2, 3), (9, 1), (1, 12)]
 
@@ -40,15 +38,6 @@ def some_sequences(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return prompts, responses
 
 
-def alone(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
-    """Log-probs of one response, with nothing but the model's own forward pass."""
-    ids = torch.tensor(np.concatenate([prompt, response]))[None, :].long()
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[0]
-    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    return table[torch.arange(len(response)), torch.tensor(response).long()]
-
-
 def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any) -> None:
     prompt = np.array([PAD_ID, 5, EOS_ID], dtype=np.int32)
     response = np.array([7, PAD_ID, EOS_ID, EOS_ID], dtype=np.int32)
@@ -56,7 +45,7 @@ def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any)
     batch = pack_sequences([prompt, filler], [response, filler], "cpu")
     assert len(batch.response_tokens) == 12
     found = LogprobModel(model, temperature=1.0).token_logprobs(batch)
-    torch.testing.assert_close(found[:4], alone(model, prompt, response), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
     assert (found[:4] < 0).all()
 
 
@@ -85,9 +74,6 @@ def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: P
         results.append((values.detach(), gradient))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=0, rtol=0)
-
-
-# ---- The chunked output head ----------------------------------------------------------------------------------------
 
 
 def random_head(*, dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[torch.Tensor, ...]:
@@ -167,15 +153,8 @@ def test_bfloat16_products_answer_in_float32(chunk_bytes: int | None) -> None:
 
 _OF_ALL = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "opt": {
-        "num_hidden_layers": 2,
-        "ffn_dim": 32,
-        "max_position_embeddings": 32,
-        "word_embed_proj_dim": 16,
-        "dropout": 0.3,
-        "attention_dropout": 0.3,
-        "layerdrop": 0.3,
-    },
+    "opt": {"num_hidden_layers": 2, "ffn_dim": 32, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
+    | dict.fromkeys(("dropout", "attention_dropout", "layerdrop"), 0.3),
     "bloom": {"n_layer": 2, "hidden_dropout": 0.3, "attention_dropout": 0.3},
     "falcon": {"num_hidden_layers": 2, "hidden_dropout": 0.3, "attention_dropout": 0.3},
     "gpt2": {"n_layer": 2, "n_positions": 32, "attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3},

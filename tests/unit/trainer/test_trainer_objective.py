@@ -140,12 +140,9 @@ def test_with_the_behaviour_as_anchor_the_behaviour_centre_is_none() -> None:
     assert_same(advantages(problem.sequences(), objective_of("kimi", centre="behaviour"), beta=BETA), kimi)
 
 
-# ---- Properties of every objective ----------------------------------------------------------------------------------
-
-
-BETA_OF_OBJECTIVE_PROPERTIES = 0.11
+KL = 0.11
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{preset: (preset, {"beta": BETA_OF_OBJECTIVE_PROPERTIES}) for preset in PRESETS},
+    **{preset: (preset, {"beta": KL}) for preset in PRESETS},
     "tba_prime, without negatives": ("tba_prime", {"negative_weight": 0.0}),
     "tb_behaviour, behaviour centre": ("tb_behaviour", {"centre": "behaviour"}),
 }
@@ -172,31 +169,24 @@ def close(left: torch.Tensor, right: torch.Tensor) -> None:
 @every_objective
 @few
 @given(problem=problems, seed=st.integers(0, 99), data=st.data())
-def test_order_cuts_and_group_numbers_are_of_no_account(
-    name: str, problem: Any, seed: int, data: st.DataObject
-) -> None:
+def test_order_cuts_and_group_numbers_do_not_matter(name: str, problem: Any, seed: int, data: st.DataObject) -> None:
     objective, rng = named(name), np.random.default_rng(seed)
     if data.draw(st.booleans()):
         problem = replace(problem, reward=(problem.reward > 0).double())  # ties
-    loss, metrics = problem.loss(objective, beta=BETA_OF_OBJECTIVE_PROPERTIES)
-    expected, advantage = (
-        problem.gradient_of(loss),
-        advantages(problem.sequences(), objective, beta=BETA_OF_OBJECTIVE_PROPERTIES),
-    )
+    loss, metrics = problem.loss(objective, beta=KL)
+    expected, advantage = (problem.gradient_of(loss), advantages(problem.sequences(), objective, beta=KL))
 
     order = rng.permutation(problem.num_rollouts)
     shuffled = problem.rows(order.tolist())
-    close(
-        advantages(shuffled.sequences(), objective, beta=BETA_OF_OBJECTIVE_PROPERTIES), advantage[torch.tensor(order)]
-    )
-    close(shuffled.gradient(objective, beta=BETA_OF_OBJECTIVE_PROPERTIES), expected)
+    close(advantages(shuffled.sequences(), objective, beta=KL), advantage[torch.tensor(order)])
+    close(shuffled.gradient(objective, beta=KL), expected)
 
     renumbered = replace(problem, group=torch.tensor(rng.permutation(50) * 1000)[problem.group])
-    close(renumbered.gradient(objective, beta=BETA_OF_OBJECTIVE_PROPERTIES), expected)
+    close(renumbered.gradient(objective, beta=KL), expected)
 
     num_cuts = int(rng.integers(1, problem.num_rollouts + 1))
     cuts = [cut.tolist() for cut in np.array_split(order, num_cuts)]
-    cut_loss, cut_metrics = problem.loss(objective, beta=BETA_OF_OBJECTIVE_PROPERTIES, cuts=cuts)
+    cut_loss, cut_metrics = problem.loss(objective, beta=KL, cuts=cuts)
     close(problem.gradient_of(cut_loss), expected)
     assert cut_metrics == pytest.approx(metrics, rel=1e-8, abs=1e-10)
 
@@ -207,10 +197,7 @@ def test_order_cuts_and_group_numbers_are_of_no_account(
 def test_one_constant_on_every_reward_of_the_batch_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, reward=problem.reward + shift)
     torch.testing.assert_close(
-        shifted.gradient(named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),
-        problem.gradient(named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),
-        rtol=1e-6,
-        atol=1e-8,
+        shifted.gradient(named(name), beta=KL), problem.gradient(named(name), beta=KL), rtol=1e-6, atol=1e-8
     )
 
 
@@ -223,8 +210,8 @@ SHIFTABLE = [name for name in VARIANTS if named(name).needs_complete_groups and 
 def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, ref=problem.ref + shift)
     torch.testing.assert_close(
-        advantages(shifted.sequences(), named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),
-        advantages(problem.sequences(), named(name), beta=BETA_OF_OBJECTIVE_PROPERTIES),
+        advantages(shifted.sequences(), named(name), beta=KL),
+        advantages(problem.sequences(), named(name), beta=KL),
         rtol=1e-6,
         atol=1e-8,
     )
@@ -235,14 +222,10 @@ def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, pro
 @given(problem=problems)
 def test_other_groups_are_of_no_account_unless_the_objective_says_so(name: str, problem: Any) -> None:
     objective = named(name)
-    together = advantages(problem.sequences(), objective, beta=BETA_OF_OBJECTIVE_PROPERTIES)
+    together = advantages(problem.sequences(), objective, beta=KL)
     alone = torch.cat(
         [
-            advantages(
-                problem.rows((problem.group == number).nonzero()[:, 0].tolist()).sequences(),
-                objective,
-                beta=BETA_OF_OBJECTIVE_PROPERTIES,
-            )
+            advantages(problem.rows((problem.group == number).nonzero()[:, 0].tolist()).sequences(), objective, beta=KL)
             for number in problem.group.unique()
         ]
     )
@@ -256,15 +239,15 @@ def test_other_groups_are_of_no_account_unless_the_objective_says_so(name: str, 
 def test_what_an_objective_says_it_does_not_read_it_does_not_read(name: str, problem: Any) -> None:
     objective = named(name)
     sequences = problem.sequences()
-    expected = advantages(sequences, objective, beta=BETA_OF_OBJECTIVE_PROPERTIES)
+    expected = advantages(sequences, objective, beta=KL)
     elsewhere = sequences.logprob - 3.0 * torch.arange(1.0, 1.0 + problem.num_rollouts)
     if not objective.reads_theta:
-        close(advantages(replace(sequences, logprob=elsewhere), objective, beta=BETA_OF_OBJECTIVE_PROPERTIES), expected)
+        close(advantages(replace(sequences, logprob=elsewhere), objective, beta=KL), expected)
     elif not objective.needs_complete_groups:
         for row in range(problem.num_rollouts):
             only = elsewhere.clone()
             only[row] = sequences.logprob[row]
-            found = advantages(replace(sequences, logprob=only), objective, beta=BETA_OF_OBJECTIVE_PROPERTIES)
+            found = advantages(replace(sequences, logprob=only), objective, beta=KL)
             close(found[row], expected[row])
 
 

@@ -37,9 +37,6 @@ def old_policy_of(learner: Learner, *, max_versions: int = 8) -> OldPolicy:
     )
 
 
-# ---- Behaviour log-probs, computed again ----------------------------------------------------------------------------
-
-
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(folder: Path) -> None:
     learner, rng = make_learner(folder), np.random.default_rng(0)
     old = old_policy_of(learner)
@@ -127,9 +124,6 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     np.testing.assert_array_equal(ours.logprobs([later])[0], theirs.logprobs([later])[0])
 
 
-# ---- The clip -------------------------------------------------------------------------------------------------------
-
-
 def clip(folder: Path, usual: float | None, **trainer: float | None) -> dict[str, float | None]:
     learner = make_learner(folder, trainer=dict(trainer))
     metrics = learner.gradients(make_batch(0), step=1, policy_ages=[0] * 12, usual_grad_norm=usual)
@@ -149,9 +143,6 @@ def test_the_clip_is_absolute_or_relative_to_the_usual_norm_or_none(folder: Path
     assert (spike["grad_clipped"], spike["after"]) == (1.0, pytest.approx(norm / 4, rel=1e-4))
     usual = clip(folder, norm)
     assert (usual["grad_clipped"], usual["after"]) == (0.0, pytest.approx(norm, rel=1e-4))
-
-
-# ---- Rollouts that were cut off, entropy ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", ["tb", "dapo", "grpo"])

@@ -69,18 +69,6 @@ def test_values_and_gradients_are_those_of_every_sequence_alone(name: str, share
     torch.testing.assert_close(gradient(model, found), gradient(own, expected), atol=1e-4, rtol=1e-5)
 
 
-def test_a_window_of_several_blocks_is_the_same_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sequences = make_family_model("mistral with a window"), pack_sequences(*some_tokens(), "cpu")
-    policy = LogprobModel(model, temperature=0.7)
-    values, gradients = [], []
-    for block in (packing.WINDOW_BLOCK, 2):
-        monkeypatch.setattr(packing, "WINDOW_BLOCK", block)
-        values.append(policy.token_logprobs(sequences))
-        gradients.append(gradient(model, values[-1]))
-    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
-
-
 def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's memory-efficient kernel takes any, and fails in its backward pass where the address is no multiple of 16
     from transformers.integrations import sdpa_attention
@@ -264,9 +252,6 @@ def test_variable_length_attention_gets_whole_sequences(monkeypatch: pytest.Monk
     in_buckets = segments.attend(torch.nn.Module(), rows, None, None)
     monkeypatch.setattr(packing, "has_flash", lambda query: True)
     torch.testing.assert_close(segments.attend(torch.nn.Module(), rows, None, None), in_buckets)
-
-
-# ---- torch.compile of decoder layers --------------------------------------------------------------------------------
 
 
 def values_and_gradient(policy: LogprobModel, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,8 +40,6 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 from tests.support.waits import until
 
-# ---- The parts of a version, deletion of versions, due evaluations, batches drawn ahead -----------------------------
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tmp_path: Path, dtype: str) -> None:
@@ -65,9 +63,7 @@ def test_the_canary_is_what_the_published_tensors_give_in_the_published_dtype(tm
     assert torch.allclose(found, trained, atol=1e-6) == (dtype == "float32")
 
 
-def test_a_snapshot_does_not_follow_later_updates_and_is_whole_after_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_kept_and_whole_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
     monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
@@ -125,19 +121,10 @@ def test_only_config_and_tokenizer_files_are_published(tmp_path: Path) -> None:
     assert "modeling_custom.py" in side_files(folder, trust_remote_code=True)
 
 
-def test_an_evaluation_is_due_at_the_first_version_after_every_so_many_steps() -> None:
-    section = EvalSection(every_steps=10, num_prompts=7)
-    evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=20, sync_interval=4)  # pyright: ignore[reportArgumentType]
-    due = {step: evaluations.num_prompts_due(step, every_steps=10) for step in (24, 28, 32, 36, 40, 64)}
-    assert due == {24: None, 28: None, 32: 7, 36: None, 40: 7, 64: 7}
-
-
 @pytest.mark.parametrize(
     ("start_step", "due_at"), [(49, [52, 100]), (50, [52, 100]), (51, [52, 100]), (52, [100]), (54, [100])]
 )
-def test_an_evaluation_that_a_stop_before_its_version_cut_off_is_due_at_the_first_version_after_it(
-    start_step: int, due_at: list[int]
-) -> None:
+def test_an_evaluation_that_a_stop_cut_off_is_due_at_the_next_version(start_step: int, due_at: list[int]) -> None:
     section = EvalSection(every_steps=50, num_prompts=7)
     evaluations = Evaluations(RecordedBuffer(), section, token="t", start_step=start_step, sync_interval=4)  # pyright: ignore[reportArgumentType]
     syncs = [step for step in range(start_step + 1, 101) if step % 4 == 0]
@@ -145,7 +132,6 @@ def test_an_evaluation_that_a_stop_before_its_version_cut_off_is_due_at_the_firs
 
 
 def prefetcher_of(draw: Callable[[int, float], Batch], **limits: Any) -> Prefetcher:
-    """A prefetcher of the steps 1 to 5."""
     status = Status(trainer_id="trainer", run="demo")
     return Prefetcher(
         draw, status=status, first_step=1, last_step=5, batch_wait_s=5.0, stop=threading.Event(), **limits
@@ -189,9 +175,6 @@ def test_a_batch_that_has_outlived_its_deadline_is_drawn_again() -> None:
     prefetcher.close()
 
 
-# ---- A signal stops the trainer, whatever lock the main thread holds at that moment ---------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_signal_sets_the_event_and_the_old_handler_comes_back(number: signal.Signals, is_locked: bool) -> None:
@@ -205,9 +188,6 @@ def test_a_signal_sets_the_event_and_the_old_handler_comes_back(number: signal.S
                 pass
         assert stop.wait(30)
     assert signal.getsignal(number) is before
-
-
-# ---- The waits in a heartbeat of the trainer ------------------------------------------------------------------------
 
 
 def test_a_trainer_shows_that_it_is_alive_until_its_loop_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +246,6 @@ def test_heartbeats_say_how_long_the_trainer_has_waited_by_name_the_open_wait_to
     assert status.beat({}).wait is None
 
 
-# ---- A process of a team ends with its own exit code, whatever the interpreter's teardown would do ------------------
-
-
 PROGRAM = """
 import atexit, os
 atexit.register(os.abort)  # as a thread of gloo that wakes too late
@@ -278,12 +255,8 @@ exit_process(3)
 """
 
 
-def _end(world_size: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize(("world_size", "code"), [("2", 3), ("1", -6)])
 def test_in_a_team_no_teardown_follows(world_size: str, code: int) -> None:
-    done = _end(world_size)
+    environ = {**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "said before the end" if world_size == "2" else done.stdout)

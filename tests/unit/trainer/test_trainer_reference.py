@@ -30,7 +30,6 @@ def model_reference(learner: Learner) -> ModelReference:
 
 
 def carrying(batch: Batch, values: list[float], version: PolicyVersion = START) -> Batch:
-    """The batch with ref log-probs."""
     return changed(batch, lambda row, r: replace(r, ref_logprob=RefLogprob.of(values[row], version)))
 
 
@@ -93,9 +92,7 @@ def test_the_reference_changes_on_schedule(folder: Path, objective: dict[str, An
 
 
 @pytest.mark.parametrize("objective", [{"preset": "kimi"}, {"preset": "grpo"}, {"preset": "tb_behaviour"}])
-def test_without_a_reference_no_model_is_copied_and_the_kl_is_unknown(
-    folder: Path, objective: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_reference_no_copy(folder: Path, objective: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any) -> Any:
         raise AssertionError("a reference model was built")
 
@@ -109,9 +106,7 @@ def test_without_a_reference_no_model_is_copied_and_the_kl_is_unknown(
         make_learner(folder, objective={"preset": "tb"})
 
 
-def test_placed_at_the_searcher_the_gradient_is_that_of_the_trainers_reference(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_placed_at_the_searcher_the_gradient_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(0)
     here = make_learner(folder)
     move(here)

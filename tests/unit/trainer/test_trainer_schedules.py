@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tba_trainer.learner.schedules import Schedules, scheduled
+from tba_trainer.learner.schedules import Schedules
 
 from tba.api import SettingsRequest
 from tba.config import Recipe, parse_live
@@ -29,10 +29,6 @@ def buffer() -> Any:
 
 def operator(buffer: Any, **settings: object) -> None:
     buffer.change_settings(SettingsRequest(settings=parse_live(settings)))
-
-
-def test_a_step_is_made_with_the_recipes_schedules_at_its_step(recipe: Recipe) -> None:
-    assert [scheduled(recipe, step=step).beta for step in (1, 3, 5, 9)] == pytest.approx([0.4, 0.3, 0.2, 0.2])
 
 
 def test_the_settings_are_read_once_and_again_when_another_revision_is_told(recipe: Recipe, buffer: Any) -> None:

@@ -71,7 +71,6 @@ class CountedExchanges(TorchDispatchMode):
 
 
 def exchanges(context: int = 1) -> Counter[str]:
-    """Count the exchanges of the micro-batches of a step."""
     model = sharded(context=context)
     policy = LogprobModel(model, temperature=1.0)
     with CountedExchanges() as counted:
@@ -127,7 +126,6 @@ def test_a_number_that_does_not_divide_the_processes_is_refused(monkeypatch: pyt
 
 
 def values_and_gradient(model: Any, autocast_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probs of a batch and the gradient of their weighted sum."""
     rng = np.random.default_rng(0)
     prompts, responses = ([rng.integers(0, 512, 40, dtype=np.int32) for _ in range(8)] for _ in range(2))
     policy = LogprobModel(model, temperature=1.0, autocast_dtype=autocast_dtype)

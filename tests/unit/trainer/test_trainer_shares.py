@@ -27,7 +27,6 @@ SIZES = {"embedding": 1000, "a": 300, "b": 300, "c": 300, "d": 300, "norm": 10}
 
 
 def alone(folder: Path, step: int, base: LocalVersion | None = None, *, lineage: int = 1) -> LocalVersion:
-    """Publish a version from one process, into a store of its own."""
     snapshot = take(folder / "alone", PolicyVersion(lineage, step), tensors_of(step), rank=0, num_ranks=1)
     return publish(WeightVersions(FileStore(folder / "one"), "demo"), snapshot, base)
 
@@ -140,9 +139,7 @@ def test_where_one_process_cannot_encode_the_version_is_whole(tmp_path: Path) ->
     assert_holds(team.versions.download_tensors(PolicyVersion(1, 2), tmp_path / "afresh"), 2)
 
 
-def test_a_follower_that_cannot_upload_is_named_nothing_is_registered_and_the_next_try_completes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_that_cannot_upload_is_named_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team = ShareTeam(tmp_path)
     snapshot = team.take(1)
 
@@ -160,9 +157,7 @@ def test_a_follower_that_cannot_upload_is_named_nothing_is_registered_and_the_ne
     assert_holds(team.versions.download_tensors(PolicyVersion(1, 1), tmp_path / "afresh"), 1)
 
 
-def test_changes_that_the_store_has_lost_before_the_next_try_are_stored_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_that_the_store_has_lost_are_stored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader does not describe the version a second time, so a follower must still have what it has encoded."""
     team, put = ShareTeam(tmp_path), FileStore.put
     first = team.take(1)
@@ -198,9 +193,7 @@ def test_a_share_that_is_dropped_before_a_slow_follower_has_taken_it_is_not_kept
     assert list(follower._kept) == ["1-2"]
 
 
-def test_a_leader_that_fails_waits_for_the_followers_before_the_next_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_that_fails_waits_for_the_followers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team, failed, stored = ShareTeam(tmp_path), threading.Event(), threading.Event()
 
     def put(key: str, path: Path) -> None:
@@ -236,9 +229,7 @@ def test_a_follower_with_another_store_is_found(tmp_path: Path) -> None:
     assert team.versions.versions() == []
 
 
-def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_without_a_share_or_given_up_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team = ShareTeam(tmp_path)
     with pytest.raises(TbaError, match=r"process 1: this process took no share 1-1 within 0\.2 s"):
         publish(team.versions, team.take(1, keep=False))
@@ -262,9 +253,7 @@ def test_a_follower_that_took_no_share_and_one_that_is_given_up_are_errors(
 
 
 @pytest.mark.nightly
-def test_two_processes_publish_over_gloo_and_one_that_is_killed_in_its_upload_registers_nothing(
-    tmp_path: Path,
-) -> None:
+def test_two_processes_publish_over_gloo_and_a_killed_one_registers_nothing(tmp_path: Path) -> None:
     [port] = choose_ports([PortRequest("master", "127.0.0.1", 0)])
     command = [sys.executable, "-m", "tests.support.share_team", str(tmp_path), str(port)]
     ended = subprocess.run(command, env=rank_environ(0, 2, port), capture_output=True, text=True, timeout=240)

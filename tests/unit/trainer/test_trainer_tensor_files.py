@@ -14,19 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tba_trainer.checkpoints.weight_files import (
-    TensorFiles,
-    lockstep,
-    write_tensor_files,
-)
+from tba_trainer.checkpoints.weight_files import TensorFiles, lockstep, write_tensor_files
 
 FLOAT_BYTES = 4
 
 
 @given(st.lists(st.integers(0, 40), min_size=0, max_size=12), st.integers(1, 120))
-def test_every_tensor_is_in_one_file_in_order_and_no_file_has_more_bytes_than_it_may(
-    lengths: list[int], max_bytes: int
-) -> None:
+def test_every_tensor_is_in_one_file_in_order_and_files_are_bounded(lengths: list[int], max_bytes: int) -> None:
     tensors = [(f"t{i}", torch.full((length,), float(i))) for i, length in enumerate(lengths)]
     with tempfile.TemporaryDirectory() as name:
         paths = list(write_tensor_files(tensors, Path(name), stem="model", max_bytes=max_bytes))

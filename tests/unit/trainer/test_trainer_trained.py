@@ -142,9 +142,7 @@ def test_without_a_pass_the_advantage_is_known_all_the_same(model: Any) -> None:
 
 @pytest.mark.parametrize("preset", [*(name for name in PRESETS if name != "reinforce"), OWN])
 @pytest.mark.parametrize("max_tokens", [4096, 60])
-def test_a_masked_tied_group_pulls_at_nothing_and_the_others_pull_as_before(
-    model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masked_groups_pull_nothing(model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, values = near(make_batch(0)), {"preset": preset}
     # m2po chooses the tokens that it masks among those that teach: here it masks none
     monkeypatch.setattr(forward_backward, "second_moment_cut", lambda squares: math.inf)

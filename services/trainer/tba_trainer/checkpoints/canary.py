@@ -58,7 +58,12 @@ class CanaryMaker:
         self._is_compiled = recipe.trainer.compile
         self._theta = None
         if dtype != "float32":  # there nothing is rounded
-            autocast_dtype = torch.bfloat16 if _needs_autocast(theta) else None
+            # only a pass under autocast has kernels for grouped products of experts on a GPU; one in float32 shows all
+            # that rounding changes
+            is_on_gpu = next(theta.parameters()).device.type == "cuda"
+            has_experts = any(name.endswith(".experts") for name, _ in theta.named_modules())
+            needs_autocast = rounds_weights(theta) or (has_experts and is_on_gpu)
+            autocast_dtype = torch.bfloat16 if needs_autocast else None
             with self._uncompiled():
                 self._theta = LogprobModel(theta, temperature=1.0, autocast_dtype=autocast_dtype)
         vocab_size = int(theta.get_input_embeddings().num_embeddings)
@@ -95,13 +100,6 @@ class CanaryMaker:
 def tolerance(gap: float, *, least: float, most: float) -> float:
     """Return how far an engine may be off, in nats, by the trainer's own gap (NaN: `least`)."""
     return max(least, min(GAP_FACTOR * gap, most))
-
-
-def _needs_autocast(theta: Any) -> bool:
-    """Return whether only a pass under autocast has kernels; one in float32 shows all that rounding changes."""
-    # grouped products of experts have none in float32 on a GPU
-    has_experts = any(name.endswith(".experts") for name, _ in theta.named_modules())
-    return rounds_weights(theta) or (has_experts and next(theta.parameters()).device.type == "cuda")
 
 
 def candidate(seed: int, vocab_size: int) -> NDArray[np.int32]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,10 +79,6 @@ class CheckpointStore:
         self.folder, self._max_bytes = folder, max_bytes
         self._layout = layout or Layout()
         self._num_sharers = num_sharers
-        self.belong_to(run)
-
-    def belong_to(self, run: str) -> None:
-        """Read and write the checkpoints of a run from now on."""
         self._run, self._prefix = run, checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
         """The last checkpoint that was made here, and its objects."""
@@ -122,7 +118,7 @@ class CheckpointStore:
             known = self._committed[1]
         else:
             try:
-                known = _lineages(self._decode(version).objects)
+                known = {each.digest: each.lineage for each in self._decode(version).objects}
             except (ObjectNotFoundError, MalformedError):  # there is none: everything is written
                 return {}
         # one that a bucket's rule or a person has deleted is written again, or no later checkpoint would have it
@@ -145,7 +141,7 @@ class CheckpointStore:
         self._store.put(f"{key}/{STATE}", text)
         # Written last, after every object it names is stored: its existence is the commit of the checkpoint.
         self._store.put(f"{key}/{MANIFEST}", manifest.model_dump_json().encode())
-        self._committed = version, _lineages(objects)
+        self._committed = version, {each.digest: each.lineage for each in objects}
         return key
 
     def load(self, key: str) -> Checkpoint:
@@ -188,7 +184,12 @@ class CheckpointStore:
                 )
             if not (folder / STATE).is_file() or MODEL not in sections:
                 raise MalformedError(f"checkpoint {key} lacks {STATE if MODEL in sections else MODEL}")
-            return Checkpoint(state=_read_state(folder / STATE), sections=sections, folder=folder)
+            try:
+                state = TrainerState.model_validate_json((folder / STATE).read_bytes())
+            except ValidationError as error:
+                problem = first_problem(error)
+                raise MalformedError(f"the checkpoint's {STATE} is not of this release: {problem}") from None
+            return Checkpoint(state=state, sections=sections, folder=folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -219,13 +220,6 @@ class CheckpointStore:
         proven = [version for version in active if version.step < last_good_step][-1:] or active[:1]
         newest = active[-keep:]
         return [*(version for version in proven if version not in newest), *newest]
-
-    def delete_all_but(self, kept: Sequence[PolicyVersion], *, keep: int) -> None:
-        """Delete the checkpoints older than the newest `keep` of those that `kept` returned, except these."""
-        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
-        for version in self.versions():
-            if kept and version < kept[-keep:][0] and version not in kept:
-                self.delete(version)
 
     def delete(self, version: PolicyVersion) -> None:
         """Delete one checkpoint, and the objects that no other names."""
@@ -268,16 +262,3 @@ class CheckpointStore:
     def _decode(self, version: PolicyVersion) -> CheckpointManifest:
         key = self.key(version)
         return decode_checkpoint_manifest(self.manifest_of(key), what=f"{key}/{MANIFEST}")
-
-
-def _lineages(objects: Iterable[CheckpointObject]) -> dict[str, int]:
-    return {each.digest: each.lineage for each in objects}
-
-
-def _read_state(path: Path) -> TrainerState:
-    try:
-        return TrainerState.model_validate(json.loads(path.read_bytes()))
-    except ValidationError as error:
-        raise MalformedError(f"the checkpoint's {STATE} is not of this release: {first_problem(error)}") from None
-    except json.JSONDecodeError as error:
-        raise MalformedError(f"the checkpoint's {STATE} cannot be read: {error}") from None

@@ -44,14 +44,6 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
         return found
 
 
-def intact_at(checkpoints: CheckpointStore, info: RunInfo, *, step: int) -> Checkpoint | None:
-    """Load the newest intact checkpoint at or before `step` that the active lineage wrote or descends from; None when
-    there is none. The caller closes it.
-    """
-    active = checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
-    return first_intact(checkpoints, (version for version in reversed(active) if version.step <= step))
-
-
 def before_suspect(
     checkpoints: CheckpointStore, lineages: LineageTree, suspect: PolicyVersion, *, last_good_step: int
 ) -> list[PolicyVersion]:

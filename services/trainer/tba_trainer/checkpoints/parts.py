@@ -126,26 +126,23 @@ class Part:
             for file in self._files:
                 if self.is_given_up:
                     return
-                self.objects.append(self._put(file))
+                digest = digest_of_file(file.path)
+                stored = CheckpointObject(
+                    section=file.section,
+                    lineage=self._known.get(digest, self._lineage),
+                    digest=digest,
+                    size_bytes=file.path.stat().st_size,
+                    slices=dict(file.slices),
+                )
+                # Not asked of the store: only what a checkpoint names that stays until this one is registered cannot
+                # be deleted meanwhile.
+                if digest not in self._known:
+                    self._store.put_file(object_key(self._key, stored), file.path)
+                    self._known[digest] = self._lineage  # right after a reset, the reference is theta
+                self.objects.append(stored)
                 file.path.unlink()  # one at a time is on the disk
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _put(self, file: PartFile) -> CheckpointObject:
-        digest = digest_of_file(file.path)
-        stored = CheckpointObject(
-            section=file.section,
-            lineage=self._known.get(digest, self._lineage),
-            digest=digest,
-            size_bytes=file.path.stat().st_size,
-            slices=dict(file.slices),
-        )
-        # Not asked of the store: only what a checkpoint names that stays until this one is registered cannot be
-        # deleted meanwhile.
-        if digest not in self._known:
-            self._store.put_file(object_key(self._key, stored), file.path)
-            self._known[digest] = self._lineage  # right after a reset, the reference is theta
-        return stored
 
 
 def staged(rows: Rows, *, num_sharers: int) -> Iterator[tuple[str, str, TensorSlice]] | None:

@@ -143,19 +143,21 @@ class WeightSnapshotWriter:
         [self._whole] = share_files(self._sizes, num_shares=1, max_bytes=FILE_BYTES)
         self._own = share_files(self._sizes, num_shares=num_ranks, max_bytes=FILE_BYTES)[rank]
 
-    def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
+    def take(
+        self, version: PolicyVersion, parent: PolicyVersion | None, *, folder: Path | None = None
+    ) -> WeightSnapshot:
         """Copy the current weights to memory, of a sharded model this process's share of them, the starting model
         whole; those of an adapter, which are few, to a file.
 
         Args:
             version: the name of the weights.
             parent: the version published before it; None: it is the starting model.
+            folder: of its files alone; None: a new one.
         """
-        return self._take_into(self._new_folder(version), version, parent)
-
-    def _take_into(self, folder: Path, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
+        folder = folder or self._new_folder(version)
         if self._lora is not None and version != START:
-            with closing(lockstep(self._adapter())) as tensors:
+            merged = dict(self._published.named_parameters())
+            with closing(lockstep(adapter_tensors(self._model, merged))) as tensors:
                 (path,) = write_tensor_files(tensors, folder, stem="adapter", max_bytes=_ONE_FILE)
             adapter = AdapterFile(
                 path=path, rank=self._lora.rank, alpha=self._lora.alpha, fan_in_fan_out=self._is_transposed
@@ -180,7 +182,8 @@ class WeightSnapshotWriter:
         """
         if self._lora is None:
             return self._take(self._own, version, None, None)
-        for _ in self._tensors(()) if version == START else self._adapter():
+        merged = dict(self._published.named_parameters())
+        for _ in self._tensors(()) if version == START else adapter_tensors(self._model, merged):
             pass
         self._canary.make()
         return None
@@ -223,10 +226,6 @@ class WeightSnapshotWriter:
                 assign(copies[name], tensor)
             yield name, tensor
 
-    def _adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the adapter, a layer at a time; merge each into the canary's model on its way."""
-        return adapter_tensors(self._model, dict(self._published.named_parameters()))
-
 
 def share_files(sizes: Mapping[str, int], *, num_shares: int, max_bytes: int) -> list[dict[str, list[str]]]:
     """Return which tensors each share has, by file: shares of about the same bytes, the same in every process.
@@ -258,12 +257,9 @@ def share_files(sizes: Mapping[str, int], *, num_shares: int, max_bytes: int) ->
         cut.append(names if names or num_shares > 1 else [[]])
     total = sum(map(len, cut))
     numbers = iter(range(1, total + 1))
-    return [{model_file_name(next(numbers), total): names for names in share} for share in cut]
-
-
-def model_file_name(number: int, total: int) -> str:
-    """Return the name of a file of a Hugging Face model: `model.safetensors`, or `model-00001-of-00003.safetensors`."""
-    return f"model{SUFFIX}" if total == 1 else f"model-{number:05d}-of-{total:05d}{SUFFIX}"
+    # as the files of a Hugging Face model
+    name = f"model{SUFFIX}" if total == 1 else f"model-{{:05d}}-of-{total:05d}{SUFFIX}"
+    return [{name.format(next(numbers)): names for names in share} for share in cut]
 
 
 def write_tensor_files(

@@ -24,6 +24,7 @@ from tba.errors import DigestError, MalformedError, ObjectNotFoundError, StoreEr
 from tba.logs import get_logger
 from tba.store import ObjectStore, open_store
 from tba.versions import PolicyVersion
+from tba.weights import checkpoint_prefix
 from tba.wire.checkpoint_manifest import CheckpointObject, object_key
 from tba_trainer.checkpoints import weight_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
@@ -71,7 +72,7 @@ class TeamCheckpoints(CheckpointStore):
     def of_run(self, run: str) -> TeamCheckpoints:
         """Return the checkpoints of another run in the same store."""
         other = copy.copy(self)
-        other.belong_to(run)
+        other._run, other._prefix, other._committed = run, checkpoint_prefix(run), None
         return other
 
     def begin(self, state: TrainerState, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Upload:
@@ -132,17 +133,7 @@ class TeamCheckpoints(CheckpointStore):
         except (StoreError, MalformedError) as error:
             failure = error
         # the others are waited for in any case: none may be busy with this one when an older one is asked for
-        replies = self._wait_fetched(key, max(self._retry_s, time.monotonic() - begin))
-        failure = failure or replies.failure(_KINDS, StoreUnavailableError)
-        if failure is not None:
-            if own is not None:
-                own.close()
-            raise failure
-        assert own is not None
-        return own
-
-    def _wait_fetched(self, key: str, wait_s: float) -> Replies:
-        """Return the replies of all followers; those that are missing after `wait_s` are replies that name an error."""
+        wait_s = max(self._retry_s, time.monotonic() - begin)
         replies, deadline = Replies(self.team), time.monotonic() + wait_s
         with self._named_wait("checkpoint-download", wait_s):
             while not replies.collect("reply", job=key) and time.monotonic() < deadline:
@@ -154,7 +145,13 @@ class TeamCheckpoints(CheckpointStore):
                 f"(as long as that took, {self._retry_s:g} s at least; the wait checkpoint-download)"
             )
             replies.of_rank |= {rank: {"error": error, "kind": ""} for rank in late}
-        return replies
+        failure = failure or replies.failure(_KINDS, StoreUnavailableError)
+        if failure is not None:
+            if own is not None:
+                own.close()
+            raise failure
+        assert own is not None
+        return own
 
     def drop(self, job: str) -> None:
         """Tell the followers that a checkpoint will not be made."""
@@ -218,7 +215,15 @@ class Upload:
         deadline = time.monotonic() + timeout_s
         while True:
             if not self._all_ended.is_set():
-                self._collect()
+                if self.error is None:
+                    has_ended = self._replies.collect("reply", job=str(self.version))
+                    failure = self._replies.failure(_KINDS, StoreUnavailableError)
+                    if failure is not None:  # never store None: the thread may have set `error` by now
+                        self.error = failure
+                    elif has_ended:
+                        self._all_ended.set()
+                else:  # of this process: the others need not finish
+                    self.give_up()
             left_s = deadline - time.monotonic()
             # the followers are asked again and again, if there are any
             self._thread.join(max(0.0, left_s if self._all_ended.is_set() else min(left_s, _POLL_S)))
@@ -242,18 +247,6 @@ class Upload:
         # what is registered next may let objects go that this one shares with an older checkpoint
         with self._commits:
             pass
-
-    def _collect(self) -> None:
-        if self.error is not None:  # of this process: the others need not finish
-            self.give_up()
-            return
-        has_ended = self._replies.collect("reply", job=str(self.version))
-        failure = self._replies.failure(_KINDS, StoreUnavailableError)
-        if failure is not None:  # never store None: the thread may have set `error` by now
-            self.error = failure
-            self.give_up()
-        elif has_ended:
-            self._all_ended.set()
 
     def _run(self, in_background: bool) -> None:
         if in_background:
@@ -284,8 +277,15 @@ class FollowerCheckpoints:
     """A follower's side: its part of each checkpoint."""
 
     def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
-        self._recipe, self._learner, self._team, self._folder = recipe, learner, team, folder
-        self._store: CheckpointStore | None = None
+        self._learner, self._team = learner, team
+        self._checkpoints = CheckpointStore(
+            open_store(recipe.store),
+            recipe.run.name,
+            folder=folder,
+            max_bytes=weight_files.FILE_BYTES,
+            layout=learner.layout(),
+            num_sharers=team.num_local_ranks,
+        )
         self._jobs: dict[str, Job] = {}
         self._fetched: Checkpoint | None = None
 
@@ -293,7 +293,7 @@ class FollowerCheckpoints:
         """Begin this process's part."""
         job = self._jobs[version] = Job("checkpoint-part")
         try:
-            part = job.part = self._checkpoints().begin_part(
+            part = job.part = self._checkpoints.begin_part(
                 PolicyVersion.parse(version), self._learner.capture(), known=known, in_background=in_background
             )
         except (TbaError, OSError) as error:
@@ -314,7 +314,7 @@ class FollowerCheckpoints:
         self.close()
 
         def fetch() -> Reply:
-            found = self._checkpoints().fetch(key, manifest)
+            found = self._checkpoints.fetch(key, manifest)
             if self._jobs.get(key) is not job:  # the leader waits for it no more
                 found.close()
             else:
@@ -345,19 +345,6 @@ class FollowerCheckpoints:
         if self._fetched is not None:
             self._fetched.close()
             self._fetched = None
-
-    def _checkpoints(self) -> CheckpointStore:
-        if self._store is None:
-            recipe = self._recipe
-            self._store = CheckpointStore(
-                open_store(recipe.store),
-                recipe.run.name,
-                folder=self._folder,
-                max_bytes=weight_files.FILE_BYTES,
-                layout=self._learner.layout(),
-                num_sharers=self._team.num_local_ranks,
-            )
-        return self._store
 
 
 def _are_all_staged(team: Team, part: Part | None) -> bool:

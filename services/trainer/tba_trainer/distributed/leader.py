@@ -128,11 +128,13 @@ class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
         super().__init__(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)
         self._team, self._run = team, recipe.run.name
 
-    def take(self, version: PolicyVersion, parent: PolicyVersion | None) -> WeightSnapshot:
+    def take(
+        self, version: PolicyVersion, parent: PolicyVersion | None, *, folder: Path | None = None
+    ) -> WeightSnapshot:
         """See `WeightSnapshotWriter.take`. The followers keep their shares under the name of the folder."""
-        folder = self._new_folder(version)  # before the others begin to wait
+        folder = folder or self._new_folder(version)  # before the others begin to wait
         with self._team.lead("snapshot", version=version, share=folder.name):
-            snapshot = self._take_into(folder, version, parent)
+            snapshot = super().take(version, parent, folder=folder)
         if self._lora is None and self._team.beside is not None:
             own = sum(self._sizes[name] for name in snapshot.held)
             snapshot.is_share = version != START

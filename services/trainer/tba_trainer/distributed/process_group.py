@@ -123,13 +123,8 @@ class Team:
         return self.rank == 0
 
     @property
-    def is_on_one_machine(self) -> bool:
-        """Whether one launcher started all processes."""
-        return self.num_local_ranks == self.num_ranks
-
-    @property
     def num_local_ranks(self) -> int:
-        """Processes of this machine."""
+        """Processes of this machine: those that one launcher started."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
 
     def ranks(self) -> Ranks:

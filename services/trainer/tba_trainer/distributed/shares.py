@@ -16,12 +16,13 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba.config import Recipe
 from tba.errors import DigestError, MalformedError, ObjectExistsError, StoreUnavailableError, TbaError, TeamError
 from tba.logs import get_logger
-from tba.store import ObjectStore, open_store
+from tba.store import open_store
 from tba.weights.publishing import CheckedFiles, Share, ShareBase, ShareTable
 from tba_trainer.checkpoints.weight_files import SharesOfTeam, WeightSnapshot
 from tba_trainer.distributed.jobs import Job, Replies, Reply, give_reply
@@ -112,8 +113,7 @@ class KeptShares:
     """
 
     def __init__(self, recipe: Recipe, team: Team, *, deadline_s: float) -> None:
-        self._recipe, self._team, self._deadline_s = recipe, team, deadline_s
-        self._store: ObjectStore | None = None
+        self._store, self._team, self._deadline_s = open_store(recipe.store), team, deadline_s
         self._kept: dict[str, _Kept] = {}
         self._dropped: set[str] = set()
         """Shares that were dropped before this process, which is slower than the leader, had taken them."""
@@ -182,12 +182,14 @@ class KeptShares:
             with self._changed:
                 others = list(self._kept.values())
             for each in others:  # only now: a version that is uploaded again may need them, if the store has lost them
-                each.forget_changes()
+                if each.changes is not None:
+                    shutil.rmtree(each.changes, ignore_errors=True)
+                    each.changes = None
             # beside the tensors: a share that is dropped meanwhile leaves nothing
             kept.changes = Path(tempfile.mkdtemp(prefix=".delta-", dir=kept.snapshot.folder))
             # named by the process: two that have no changes would write the same file
             kept.share = Share(
-                self._store_of_run(),
+                self._store,
                 prefix,
                 kept.snapshot.paths,
                 kept.changes,
@@ -224,11 +226,6 @@ class KeptShares:
         if kept is not None:
             kept.snapshot.close()
 
-    def _store_of_run(self) -> ObjectStore:
-        if self._store is None:
-            self._store = open_store(self._recipe.store)
-        return self._store
-
     def _wait_for(self, share: str) -> _Kept:
         # the leader has its own share, and asks, before all other processes have left the exchanges that made theirs
         with self._changed:
@@ -239,16 +236,11 @@ class KeptShares:
             return self._kept[share]
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """One share, and what was made of it."""
 
-    def __init__(self, snapshot: WeightSnapshot) -> None:
-        self.snapshot = snapshot
-        self.share: Share | None = None
-        self.changes: Path | None = None
-
-    def forget_changes(self) -> None:
-        """Delete encoded changes; their version is published, or they are made again."""
-        if self.changes is not None:
-            shutil.rmtree(self.changes, ignore_errors=True)
-            self.changes = None
+    snapshot: WeightSnapshot
+    share: Share | None = None
+    changes: Path | None = None
+    """Folder of the encoded changes; None once their version is published: they are made again where needed."""

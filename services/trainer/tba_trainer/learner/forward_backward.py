@@ -51,9 +51,6 @@ Logprobs = Callable[[Sequence[Rollout]], Sequence[Values] | None]
 """Gives the log-probs of rollouts under another policy than theta; None where the objective needs none."""
 Plan = list[list[list[int]]]
 """Rounds, ranks, rollouts: the ranks work on the micro-batches of a round at the same time. One may be empty."""
-_Found = tuple[dict[str, Float[Tensor, ""]], Float[Tensor, " b"]]
-"""Of one micro-batch of b rollouts, in float64 on the device: its share of the metrics, and the mean weight of each
-rollout's tokens."""
 FIRST_PASS_COST = 1 / 3
 """A pass without gradient, as a share of one with: forward against forward and backward."""
 _FILLER = np.zeros(1, dtype=np.int32)
@@ -150,7 +147,15 @@ class ForwardBackward:
         self._sequences = self._sums(rewards, num_tokens)
         self._reward_advantage: Tensor | None = None
         """A_j where rewards alone decide it."""
-        self._passed = self._rows_with_gradient()
+        if objective.reads_theta or objective.needs_all_tokens:
+            # A_j depends on theta: it is known only after the pass. One that was cut off has its pass: it counts in the
+            # centre of its group
+            passed = self._is_read
+        else:
+            self._reward_advantage = advantages(self._sequences, objective, beta=beta)
+            passed = (self._reward_advantage != 0) & self._kept
+        self._passed = passed.nonzero()[:, 0].tolist()
+        """The rollouts that a pass is made for."""
         self._plan = plan_micro_batches(
             [len(rollout.prompt_tokens) + len(rollout.response_tokens) for rollout in rollouts],
             groups,
@@ -202,20 +207,20 @@ class ForwardBackward:
             num_tokens=num_tokens,
         )
 
-    def _rows_with_gradient(self) -> list[int]:
-        """Return the rollouts that a pass is made for."""
-        objective = self._objective
-        # A_j depends on theta: it is known only after the pass
-        if objective.reads_theta or objective.needs_all_tokens:
-            # one that was cut off has its pass: the others of its group are centred by it
-            return self._is_read.nonzero()[:, 0].tolist()
-        self._reward_advantage = advantages(self._sequences, objective, beta=self._beta)
-        return ((self._reward_advantage != 0) & self._kept).nonzero()[:, 0].tolist()
-
     def backward(self) -> dict[str, float | None]:
         """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
         self._first_pass()
-        totals = self._read([self._micro_batch(rows) for rows in self._micro_batches])
+        passes = [self._micro_batch(rows) for rows in self._micro_batches]
+        # not after each micro-batch: while the device is at its backward pass, the host prepares the next one
+        vectors = [
+            torch.cat([torch.stack([*metrics.values()]), weights]) for metrics, weights in passes
+        ]  # [M + b] each
+        values = torch.cat(vectors).cpu().split([len(vector) for vector in vectors])
+        totals: dict[str, float] = {}
+        for rows, (metrics, weights), vector in zip(self._micro_batches, passes, values, strict=True):
+            of_metrics, self._weight[rows] = vector.split([len(metrics), len(weights)])
+            for name, value in zip(metrics, of_metrics.tolist(), strict=True):
+                totals[name] = totals.get(name, 0.0) + value
         # One exchange for everything: each all_reduce waits for the slowest rank. The order of names must be the same
         # in all ranks, and so must the names: every rank has a micro-batch in every round.
         names = sorted(totals)
@@ -230,19 +235,6 @@ class ForwardBackward:
         found["tied_group_share"] = tied_group_share(self._sequences.reward, self._sequences.group)
         found["num_rollouts_without_gradient"] = float(len(self._rollouts) - len(self._passed))
         return found
-
-    def _read(self, found: Sequence[_Found]) -> dict[str, float]:
-        """Fill in the weights that the micro-batches had, and return the sums of their metrics."""
-        # not after each micro-batch: while the device is at its backward pass, the host prepares the next one
-        vectors = [torch.cat([torch.stack([*metrics.values()]), weights]) for metrics, weights in found]  # [M + b] each
-        values = torch.cat(vectors).cpu().split([len(vector) for vector in vectors])
-        totals: dict[str, float] = {}
-        for rows, (metrics, weights), vector in zip(self._micro_batches, found, values, strict=True):
-            of_metrics, of_rollouts = vector.split([len(metrics), len(weights)])
-            self._weight[rows] = of_rollouts
-            for name, value in zip(metrics, of_metrics.tolist(), strict=True):
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
 
     def results(self) -> list[ForwardResult]:
         """Return what `backward` found of each rollout, in the order of the batch."""
@@ -275,8 +267,9 @@ class ForwardBackward:
         if not rounds:
             return
         for i in rounds:
-            sequences = self._packed(self._micro_batches[i])
-            self._put_sums(self._micro_batches[i], self._policy.token_logprobs(sequences), sequences)
+            rows = self._micro_batches[i]
+            sequences = pack_rollouts([self._rollouts[row] for row in rows], self._policy.device)
+            self._put_sums(rows, self._policy.token_logprobs(sequences), sequences)
         # one exchange for everything, as in `backward`
         mine = (self._sequences.logprob, self._sequences.ref_log_ratio, self._squares)
         added = self._ranks.all_reduce(torch.cat(mine))  # [2 N + T]
@@ -285,36 +278,36 @@ class ForwardBackward:
         if everything and self._objective.needs_all_tokens:
             self._cut_second_moment()
 
-    def _micro_batch(self, rows: list[int]) -> _Found:
-        """Run the forward and backward pass of one micro-batch; return what `_read` reads."""
-        sequences = self._packed(rows)
+    def _micro_batch(self, rows: list[int]) -> tuple[dict[str, Float[Tensor, ""]], Float[Tensor, " b"]]:
+        """Run the forward and backward pass of the b rollouts `rows`.
+
+        Returns:
+            In float64 on the device: their share of the metrics, and the mean weight of each one's tokens.
+        """
+        sequences = pack_rollouts([self._rollouts[row] for row in rows], self._policy.device)
         logprobs, entropy = self._policy.logprobs_and_entropy(sequences)  # [T]
         # A_j is a constant of the loss (stopgrad in Eq. 5's A-form): its log-probs are detached before they are summed
         tokens = self._put_sums(rows, logprobs, sequences)
         if self._objective.needs_all_tokens and len(self._plan) * self._ranks.num_ranks == 1:
             self._cut_second_moment()  # the first pass did it where there are several micro-batches
         self._logprob[rows] = self._sequences.logprob[rows]
-        loss, metrics, weights = self._loss(tokens, rows)
-        loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
-        num_tokens = self._sequences.num_tokens
-        share = int(num_tokens[rows].sum()) / max(1, int(num_tokens[self._passed].sum()))
-        return {**metrics, "entropy": entropy.double() * share}, weights
-
-    def _loss(
-        self, tokens: Tokens, rows: list[int]
-    ) -> tuple[Float[Tensor, ""], dict[str, Tensor], Float[Tensor, " b"]]:
-        """Return the share of the loss and metrics that the b rollouts `rows` of the batch have, and their weights."""
         # a group that is not complete here has its sums from the first pass, or needs none but its own
         if self._objective.function is not None:
             index = torch.tensor(rows, dtype=torch.long)
-            found = custom_loss(tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals)
-            return *found, tokens.logprobs.new_zeros(len(rows), dtype=torch.float64)
-        self._advantage[rows] = advantages(self._sequences, self._objective, beta=self._beta)[rows]
-        padded = torch.zeros(tokens.num_rows, dtype=tokens.logprobs.dtype)  # [B]; the filler keeps advantage 0
-        padded[: len(rows)] = self._advantage[rows].to(padded.dtype)
-        on_device = upload(padded, tokens.logprobs.device)
-        loss, metrics, weights = objective_loss(tokens, on_device, self._objective, totals=self._totals)
-        return loss, metrics, weights[: len(rows)]
+            loss, metrics = custom_loss(
+                tokens, index, self._sequences, self._objective, beta=self._beta, totals=self._totals
+            )
+            weights = logprobs.new_zeros(len(rows), dtype=torch.float64)
+        else:
+            self._advantage[rows] = advantages(self._sequences, self._objective, beta=self._beta)[rows]
+            padded = torch.zeros(tokens.num_rows, dtype=logprobs.dtype)  # [B]; the filler keeps advantage 0
+            padded[: len(rows)] = self._advantage[rows].to(padded.dtype)
+            on_device = upload(padded, logprobs.device)
+            loss, metrics, weights = objective_loss(tokens, on_device, self._objective, totals=self._totals)
+        loss.backward()  # at once: the activations of one micro-batch are all that memory ever holds
+        num_tokens = self._sequences.num_tokens
+        share = int(num_tokens[rows].sum()) / max(1, int(num_tokens[self._passed].sum()))
+        return {**metrics, "entropy": entropy.double() * share}, weights[: len(rows)]
 
     def _cut_second_moment(self) -> None:
         """Choose the tokens that the weight `second_moment` masks."""
@@ -324,7 +317,18 @@ class ForwardBackward:
     def _put_sums(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
         """Fill in what advantages and weights need of theta; return the tokens of the micro-batch."""
         found = logprobs.detach()
-        tokens = self._tokens(rows, logprobs, sequences)
+        prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
+        kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
+        recomputed = self._recomputed
+        tokens = Tokens(
+            logprobs=logprobs,
+            sampler_logprobs=self._on_device(self._sampler, rows, logprobs),
+            row=sequences.row,
+            num_rows=sequences.num_rows,
+            trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
+            num_prompt_tokens=upload(torch.tensor(prompts), logprobs.device),
+            kept=None if bool(kept.all()) else upload(kept, logprobs.device),
+        )
         summed = [found, (found - tokens.sampler_logprobs).abs()]
         if self._ref_tokens is not None:
             ref = self._on_device(self._ref_tokens, rows, logprobs)
@@ -346,27 +350,10 @@ class ForwardBackward:
             (self._squares[at],) = more
         return tokens
 
-    def _tokens(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
-        prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
-        kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
-        recomputed = self._recomputed
-        return Tokens(
-            logprobs=logprobs,
-            sampler_logprobs=self._on_device(self._sampler, rows, logprobs),
-            row=sequences.row,
-            num_rows=sequences.num_rows,
-            trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
-            num_prompt_tokens=upload(torch.tensor(prompts), logprobs.device),
-            kept=None if bool(kept.all()) else upload(kept, logprobs.device),
-        )
-
     def _on_device(self, values: Sequence[NDArray[Any]], rows: list[int], like: Float[Tensor, " T"]) -> Tensor:
         """Return the values of some rollouts, one after the other, as a tensor like another one. [T]"""
         joined = np.concatenate([values[i] for i in rows] or [_FILLER])
         return upload(torch.from_numpy(joined).to(like.dtype), like.device)
-
-    def _packed(self, rows: list[int]) -> PackedSequences:
-        return pack_rollouts([self._rollouts[i] for i in rows], self._policy.device)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSequences:

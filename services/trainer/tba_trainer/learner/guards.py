@@ -176,7 +176,7 @@ def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
     """Return whether no checkpoint is written now."""
     # a rollback must not lead to the state that caused it, and from weights that give NaN no resume can recover
     return any(
-        state.streaks.get(name, 0) > 0 and (name == "non_finite" or _alarm(section, name).action == "rollback")
+        state.streaks.get(name, 0) > 0 and (name == "non_finite" or getattr(section, name).action == "rollback")
         for name in NAMES
     )
 
@@ -196,7 +196,11 @@ def _conditions(
         wrong = not (math.isfinite(loss) and math.isfinite(norm))
         text = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
         yield "non_finite", section.non_finite, text if wrong else None
-    spike, usual = section.grad_spike, norm_to_compare(section, state, metrics)
+    # Where rewards are sparse, most batches have the KL alone to learn from. Beside those, a batch with a success would
+    # look like a spike.
+    spike, usual = section.grad_spike, _median(section, state.signal_grad_norms)
+    if usual is None and not _has_signal(metrics):  # an objective may never see a group whose rewards differ
+        usual = usual_grad_norm(section, state)
     if (norm := _finite(norm)) is not None and usual is not None:
         text = f"the gradient norm is {norm:.4g}, more than {spike.factor:g} times the usual {usual:.4g}"
         yield "grad_spike", spike, text if norm > spike.factor * usual else None
@@ -218,15 +222,6 @@ def _conditions(
 def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
     """Return the median norm of the last steps; None: too few are known."""
     return _median(section, state.grad_norms)
-
-
-def norm_to_compare(section: GuardsSection, state: GuardState, metrics: Metrics) -> float | None:
-    """Return the norm that this step's is compared with; None: not known yet."""
-    # Where rewards are sparse, most batches have the KL alone to learn from. Beside those, a batch with a success would
-    # look like a spike.
-    usual = _median(section, state.signal_grad_norms)
-    # an objective without groups may never see a group whose rewards differ
-    return usual_grad_norm(section, state) if usual is None and not _has_signal(metrics) else usual
 
 
 def _has_signal(metrics: Metrics) -> bool:
@@ -262,12 +257,8 @@ def _norms(
 
 def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, from_action: Action) -> bool:
     """Return whether a condition holds whose action is at least `from_action`, or, whatever its action, non_finite."""
-    serious = SEVERITY.index(_alarm(section, name).action) >= SEVERITY.index(from_action)
+    serious = SEVERITY.index(getattr(section, name).action) >= SEVERITY.index(from_action)
     return streaks.get(name, 0) > 0 and (serious or name == "non_finite")
-
-
-def _alarm(section: GuardsSection, name: Name) -> AlarmSection:
-    return getattr(section, name)
 
 
 def _finite(value: float | None) -> float | None:

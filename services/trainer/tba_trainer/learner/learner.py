@@ -26,7 +26,7 @@ from tba_trainer.learner.batch_metrics import batch_metrics, gap_limit
 from tba_trainer.learner.forward_backward import ALONE, ForwardBackward, ForwardResult, Ranks
 from tba_trainer.learner.guards import GuardState
 from tba_trainer.learner.old_policy import OldPolicy
-from tba_trainer.learner.reference import AdapterWeights, FrozenCopyWeights, ReferenceWeights, make_reference
+from tba_trainer.learner.reference import make_reference
 from tba_trainer.learner.schedules import StepValues, scheduled
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.parameters import assign, full, has_adapter, trainable
@@ -67,9 +67,7 @@ class Learner:
         self.optimizer = Optimizer(model, recipe.trainer)
         if recipe.trainer.compile:  # theta alone: copies such as the reference are not compiled
             compile_layers(model)
-        self.reference = make_reference(
-            self.objective, recipe, lambda: self._reference_weights(autocast_dtype), self._ranks
-        )
+        self.reference = make_reference(self.objective, recipe, self._policy, autocast_dtype, self._ranks)
         self.results: list[ForwardResult] = []
         """Of the last `gradients`, in the order of its batch."""
         self._old_policy: OldPolicy | None = None
@@ -231,20 +229,15 @@ class Learner:
         self.optimizer.load_state_tensors(sections.get(OPTIMIZER, {}))
         if REFERENCE in sections:
             self.reference.load(sections[REFERENCE], PolicyVersion.parse(state.reference_version))
-        self.reference.cache.load(_whole(sections[REF_LOGPROBS]))
+        self.reference.cache.load({name: rows.whole for name, rows in sections[REF_LOGPROBS].items()})
         # a recipe may ask for them only from this resume on
         if self._old_policy is not None and OLD_LOGPROBS in sections:
             self._old_policy.load(sections.get(OLD_POLICY, {}))
-            self._old_policy.cache.load(_whole(sections[OLD_LOGPROBS]))
+            self._old_policy.cache.load({name: rows.whole for name, rows in sections[OLD_LOGPROBS].items()})
         # building the model has drawn some numbers, for the first values of an adapter: that is undone here
         self.rng.bit_generator.state = state.rng
-        torch.set_rng_state(decode_torch_rng(state.torch_rng))
-
-    def _reference_weights(self, autocast_dtype: torch.dtype | None) -> ReferenceWeights:
-        if has_adapter(self.model):  # theta's model without its adapter is the starting model
-            return AdapterWeights(self.model, self._policy)
-        temperature = self._recipe.model.policy_temperature
-        return FrozenCopyWeights(self.model, temperature=temperature, autocast_dtype=autocast_dtype)
+        torch_rng = np.frombuffer(base64.b64decode(state.torch_rng), dtype=np.uint8)
+        torch.set_rng_state(torch.from_numpy(torch_rng.copy()))
 
 
 class Optimizer:
@@ -364,10 +357,6 @@ def config_sha256(recipe: Recipe) -> str:
     return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
 
 
-def _whole(tensors: Mapping[str, TensorSlice]) -> dict[str, Tensor]:
-    return {name: rows.whole for name, rows in tensors.items()}
-
-
 def trainer_rng(recipe: Recipe) -> np.random.Generator:
     """Return the trainer's random numbers at the beginning of a run."""
     return np.random.default_rng([recipe.run.seed, _RNG_STREAM])
@@ -376,8 +365,3 @@ def trainer_rng(recipe: Recipe) -> np.random.Generator:
 def encode_torch_rng() -> str:
     """Return torch's random state as base64 text."""
     return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-
-
-def decode_torch_rng(text: str) -> Tensor:
-    """Invert `encode_torch_rng`."""
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

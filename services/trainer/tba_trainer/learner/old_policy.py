@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tba.versions import PolicyVersion
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Ranks, Values
-from tba_trainer.learner.logprob_cache import LogprobCache, compute_logprobs
+from tba_trainer.learner.reference import LogprobCache, compute_logprobs
 from tba_trainer.model.logprobs import LogprobModel
 from tba_trainer.model.parameters import copied, exchanged, trainable
 from tba_trainer.model.policy import load_tensors
@@ -82,7 +81,10 @@ class OldPolicy:
         found = {key: rollout.sampler_logprobs.astype(np.float64) for key, rollout in missing.items()}
         self.num_missing_tokens = 0
         for version in sorted({span.version for rollout in missing.values() for span in rollout.version_spans}):
-            masks = {key: _tokens_of(version, rollout) for key, rollout in missing.items()}
+            masks = {key: np.zeros(len(r.response_tokens), dtype=np.bool_) for key, r in missing.items()}
+            spans = [(key, s) for key, rollout in missing.items() for s in rollout.version_spans]
+            for key, span in spans:
+                masks[key][span.start : span.end] |= span.version == version
             copy = self._of(version)
             if copy is None:
                 self.num_missing_tokens += sum(int(mask.sum()) for mask in masks.values())
@@ -118,12 +120,3 @@ class OldPolicy:
 
     def _of(self, version: PolicyVersion | None) -> _Copy | None:
         return next((copy for copy in self._copies if version in copy.versions), None)
-
-
-def _tokens_of(version: PolicyVersion, rollout: Rollout) -> NDArray[np.bool_]:
-    """Return which response tokens a version sampled. [T]"""
-    mask = np.zeros(len(rollout.response_tokens), dtype=np.bool_)
-    for span in rollout.version_spans:
-        if span.version == version:
-            mask[span.start : span.end] = True
-    return mask

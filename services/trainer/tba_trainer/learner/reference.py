@@ -6,11 +6,15 @@
       (none)     Reference         the objective's anchor needs no reference: nothing is held or computed
 
 A reference log-prob is valid for one reference version only. A reset to theta makes a new version.
+
+A rollout may be drawn again and again. The reference and the old policy (old_policy.py) see it once: its log-probs are
+kept by its id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,13 +26,105 @@ from tba.config import Recipe
 from tba.errors import ConfigError, MalformedError
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
-from tba_trainer.learner.forward_backward import Ranks, Values
-from tba_trainer.learner.logprob_cache import LogprobCache, compute_logprobs
+from tba_trainer.learner.forward_backward import Ranks, Values, pack_rollouts, plan_micro_batches
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.parameters import copied, exchanged, is_adapted, trainable
+from tba_trainer.model.packing import response_sums
+from tba_trainer.model.parameters import copied, exchanged, has_adapter, is_adapted, trainable
 from tba_trainer.model.policy import frozen_copy, load_tensors
 from tba_trainer.model.slices import TensorSlice
 from tba_trainer.objectives import Objective
+
+
+class LogprobCache:
+    """Log-probs by rollout id: the sum over the response [1], or one number per response token [T].
+
+    Args:
+        max_rollouts: the least recently used go first.
+    """
+
+    def __init__(self, max_rollouts: int = 0) -> None:
+        self._max_rollouts = max_rollouts
+        self._values: OrderedDict[bytes, Values] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, rollout: Rollout, num_values: int) -> Values | None:
+        """Return the values of a rollout if there are so many of them."""
+        values = self._values.get(rollout.rollout_id)
+        # other numbers come from a checkpoint that was made before the recipe asked for sums, or for tokens
+        if values is None or len(values) != num_values:
+            return None
+        self._values.move_to_end(rollout.rollout_id)
+        return values
+
+    def put(self, rollout: Rollout, values: Values) -> None:
+        """Keep the values of a rollout."""
+        self._values[rollout.rollout_id] = values
+        self._values.move_to_end(rollout.rollout_id)
+
+    def evict(self) -> None:
+        """Drop what is too much: after the reads, because a batch may be larger than the cache."""
+        while len(self._values) > self._max_rollouts:
+            self._values.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drop everything: the policy has changed."""
+        self._values.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the cache, least recently used first.
+
+        `rollout_ids` uint8 [n, 16], and one after the other `ref_logprobs` float64; `num_values` int64 [n] of each
+        rollout where that is not 1.
+        """
+        # The order is part of the state: a resumed run must evict what the run that was never stopped would evict.
+        ids = np.frombuffer(b"".join(self._values), dtype=np.uint8).reshape(len(self._values), 16)
+        values = np.concatenate([*self._values.values(), np.zeros(0)])
+        tensors = {"rollout_ids": torch.from_numpy(ids.copy()), "ref_logprobs": torch.from_numpy(values)}
+        lengths = torch.tensor([len(each) for each in self._values.values()], dtype=torch.int64)
+        return tensors if bool((lengths == 1).all()) else {**tensors, "num_values": lengths}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the cache from a checkpoint."""
+        ids, values = tensors["rollout_ids"].numpy(), tensors["ref_logprobs"].numpy()
+        lengths = tensors["num_values"].numpy() if "num_values" in tensors else np.ones(len(ids), dtype=np.int64)
+        parts = np.split(values, np.cumsum(lengths)[:-1]) if len(ids) else []
+        self._values = OrderedDict((row.tobytes(), part) for row, part in zip(ids, parts, strict=True))
+
+
+@torch.no_grad()
+def compute_logprobs(
+    policy: LogprobModel, rollouts: Sequence[Rollout], *, per_token: bool, micro_batch_tokens: int, ranks: Ranks
+) -> list[Values]:
+    """Return the log-probs of some rollouts, at least one, under a policy; every rank gets all of them.
+
+    Args:
+        per_token: one number per response token, not their sum.
+        micro_batch_tokens: most tokens of one forward pass.
+    """
+    plan = plan_micro_batches(
+        # each rollout is a group of its own: its log-prob depends on no other rollout
+        [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
+        range(len(rollouts)),
+        micro_batch_tokens,
+        rows=range(len(rollouts)),
+        num_ranks=ranks.num_ranks,
+        keep_groups=False,
+    )
+    lengths = [len(r.response_tokens) if per_token else 1 for r in rollouts]
+    ends = np.cumsum(lengths).tolist()
+    # each rank fills in its own rollouts; the sum over the ranks completes them
+    values = torch.zeros(ends[-1], dtype=torch.float64)
+    for micro_batches in plan:
+        rows = micro_batches[ranks.rank]
+        sequences = pack_rollouts([rollouts[i] for i in rows], policy.device)
+        logprobs = policy.token_logprobs(sequences)  # [T]
+        found = logprobs if per_token else response_sums(logprobs, sequences)
+        at = [j for i in rows for j in range(ends[i] - lengths[i], ends[i])]
+        # an empty micro-batch ran with a filler, which has a value too: the slice drops it
+        values[at] = found[: len(at)].double().cpu()
+    return [part.copy() for part in np.split(ranks.all_reduce(values).numpy(), ends[:-1])]
 
 
 class Reference:
@@ -137,7 +233,8 @@ class ModelReference(Reference):
         # By step number and not by a counter: a resume in the middle of an interval resets at the same steps.
         if reset_steps is not None and version.step % reset_steps == 0:
             self._weights.reset_to_theta()
-            self._set_version(version)
+            self.version = version
+            self.cache.clear()  # its log-probs are those of the old version
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the reference's weights."""
@@ -146,11 +243,8 @@ class ModelReference(Reference):
     def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
         """Load the reference from a checkpoint."""
         self._weights.load(tensors, what=f"reference {version}")
-        self._set_version(version)
-
-    def _set_version(self, version: PolicyVersion) -> None:
         self.version = version
-        self.cache.clear()  # its log-probs are those of the old version
+        self.cache.clear()
 
     def _known(self, rollout: Rollout) -> Values | None:
         per_token = self._objective.clamps_tokens
@@ -162,15 +256,25 @@ class ModelReference(Reference):
 
 
 def make_reference(
-    objective: Objective, recipe: Recipe, weights: Callable[[], ReferenceWeights], ranks: Ranks
+    objective: Objective, recipe: Recipe, policy: LogprobModel, autocast_dtype: torch.dtype | None, ranks: Ranks
 ) -> Reference:
-    """Return the reference that the objective needs."""
+    """Return the reference that the objective needs.
+
+    Args:
+        policy: theta, whose starting weights a model here holds.
+        autocast_dtype: of the passes of a second model.
+    """
     if objective.reference_placement is None:
         return Reference()
     if objective.reference_placement == "searcher":
         return CarriedReference()
+    if has_adapter(policy.model):  # theta's model without its adapter is the starting model
+        weights: ReferenceWeights = AdapterWeights(policy.model, policy)
+    else:
+        temperature = recipe.model.policy_temperature
+        weights = FrozenCopyWeights(policy.model, temperature=temperature, autocast_dtype=autocast_dtype)
     return ModelReference(
-        weights(),
+        weights,
         objective,
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         max_cached=recipe.buffer.max_rollouts,
@@ -214,9 +318,22 @@ class AdapterWeights:
         self._tensors: dict[str, Tensor] | None = None
         """The adapter of the reference; None: the starting model, which has none."""
 
-    def active(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def active(self) -> Iterator[None]:
         """Make theta's model the reference while the context is open."""
-        return self._without_adapter() if self._tensors is None else exchanged(self._theta, self._tensors)
+        if self._tensors is not None:
+            with exchanged(self._theta, self._tensors):
+                yield
+            return
+        # peft's own switch, enable_adapters, also turns requires_grad off and on. A sharded model, whose parameters
+        # exist twice, does not follow that. `forward` looks at this flag alone.
+        for layer in self._layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False
 
     def reset_to_theta(self) -> None:
         """Make a copy of the current adapter the reference's."""
@@ -231,18 +348,6 @@ class AdapterWeights:
         copies = copied(self._theta)
         load_tensors(copies, tensors, what=what)
         self._tensors = copies
-
-    @contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        # peft's own switch, enable_adapters, also turns requires_grad off and on. A sharded model, whose parameters
-        # exist twice, does not follow that. `forward` looks at this flag alone.
-        for layer in self._layers:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer._disable_adapters = False
 
 
 ReferenceWeights = FrozenCopyWeights | AdapterWeights

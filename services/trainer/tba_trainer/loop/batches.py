@@ -158,14 +158,16 @@ class Prefetcher:
             return None
         return batch
 
-    def _may_draw(self) -> bool:
-        # Needs the lock. No further ahead: while a batch waits, its rollouts grow older and its deadline runs.
-        return self._next_step <= min(self._requested_step + self._ahead, self._last_step)
-
     def _run(self) -> None:
         while not self._closed.is_set():
             with self._changed:
-                self._changed.wait_for(lambda: self._closed.is_set() or self._may_draw())
+                # no further ahead: while a batch waits, its rollouts grow older and its deadline runs
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed.is_set()
+                        or self._next_step <= min(self._requested_step + self._ahead, self._last_step)
+                    )
+                )
                 step, drawn_in_round = self._next_step, self._round
             if self._closed.is_set():
                 return
@@ -176,7 +178,11 @@ class Prefetcher:
                 self._closed.wait(min(error.retry_after_s, 1.0))  # not `sleep`: `close` must not wait for this
                 continue
             except WireError as error:  # to ask for the same step again gives the same batch
-                if self._should_retry(step, error):
+                self.num_damaged += 1
+                self._num_damaged_in_row += 1
+                log.warning("batch_damaged", step=step, num_in_row=self._num_damaged_in_row, error=str(error))
+                self._closed.wait(_DAMAGED_PAUSE_S)
+                if self._num_damaged_in_row < MAX_DAMAGED:
                     continue
                 self._fail(
                     TbaError(
@@ -195,14 +201,6 @@ class Prefetcher:
                     self._ready[step] = (batch, time.monotonic() + self._batch_deadline_s)
                     self._next_step = step + 1
                     self._changed.notify_all()
-
-    def _should_retry(self, step: int, error: WireError) -> bool:
-        """Count a damaged answer; return whether the batch of the step is requested again."""
-        self.num_damaged += 1
-        self._num_damaged_in_row += 1
-        log.warning("batch_damaged", step=step, num_in_row=self._num_damaged_in_row, error=str(error))
-        self._closed.wait(_DAMAGED_PAUSE_S)
-        return self._num_damaged_in_row < MAX_DAMAGED
 
     def _fail(self, error: Exception) -> None:
         """Make the loop raise an error at its next call."""
@@ -253,7 +251,7 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
     """
     parents, groups, refused = lineages.parents, [], list(batch.refused)
     for group in batch.groups:
-        found = [_check(r, group.prompt_id, required) or _check_versions(r, parents, trainer) for r in group.rollouts]
+        found = [_check(rollout, group.prompt_id, required, parents, trainer) for rollout in group.rollouts]
         if found.count(None) < required.min_group:
             found = [refusal or GROUP_OF_ONE for refusal in found]
         good = []
@@ -273,8 +271,14 @@ def count_reasons(refused: Iterable[Refusal]) -> dict[str, int]:
     return dict(sorted(Counter(item.reason for item in refused).items()))
 
 
-def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Refusal | None:
-    """Check a rollout by itself."""
+def _check(
+    rollout: Rollout,
+    prompt_id: str,
+    required: Requirements,
+    parents: Mapping[int, PolicyVersion],
+    trainer: PolicyVersion,
+) -> Refusal | None:
+    """Return why a rollout cannot be trained on; None: it can."""
     if rollout.prompt_id != prompt_id:
         return Refusal("prompt", f"it names prompt {rollout.prompt_id!r}")
     if rollout.reward is None:
@@ -298,11 +302,6 @@ def _check(rollout: Rollout, prompt_id: str, required: Requirements) -> Refusal 
     if required.ref_logprobs and (rollout.ref_logprob is None or rollout.ref_logprob.version != START):
         text = "it has no ref log-prob of the starting model, which searchers compute in this run"
         return Refusal("ref-logprob", f'{text} (objective.reference_placement = "searcher")')
-    return None
-
-
-def _check_versions(rollout: Rollout, parents: Mapping[int, PolicyVersion], trainer: PolicyVersion) -> Refusal | None:
-    """Check the versions that a rollout names."""
     for span in rollout.version_spans:
         version = span.version
         start = START if version.lineage == 0 else parents.get(version.lineage)

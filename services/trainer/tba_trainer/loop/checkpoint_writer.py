@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from tba.api import CheckpointRequest
 from tba.errors import StoreUnavailableError
@@ -62,7 +61,9 @@ class CheckpointWriter:
             FencedError: a newer lineage owns the run.
             OSError: the local disk is full.
         """
-        if checkpoint_bytes(self._context.learner.model) < limits.BACKGROUND_BYTES:
+        # what is trained and the moments of AdamW, in float32
+        num_bytes = 12 * sum(parameter.numel() for parameter in trainable(self._context.learner.model).values())
+        if num_bytes < limits.BACKGROUND_BYTES:
             self.save()
         elif self._progress.step > self.saved.step:
             self._upload = self._new(in_background=True)
@@ -76,8 +77,10 @@ class CheckpointWriter:
         An older one that is being uploaded is not waited for: the new one takes its place.
 
         Raises:
-            StoreUnavailableError: the new one was not registered.
+            StoreUnavailableError: the new one was not registered: a process could not store its part, or did not in
+                time.
             FencedError: a newer lineage owns the run.
+            OSError: the local disk is full.
         """
         version = self._progress.version
         # one that has ended is registered first: this process may be killed before the new one is stored
@@ -86,48 +89,54 @@ class CheckpointWriter:
         # After a resume without a step: the same state again, in a new lineage, would only push an older one out.
         if self._progress.step == self.saved.step:
             return
+        begin = time.monotonic()
         try:
-            key = self._store_now()
+            upload = self._new(in_background=False)
+            # the part of this process is stored; one as large, over a slower link, may take some time more
+            wait_s = max(limits.RETRY_S, time.monotonic() - begin)
+            with self._context.status.named_wait("checkpoint-upload", wait_s):
+                has_ended = upload.wait(wait_s)
+            if not has_ended:
+                upload.give_up()
+                raise StoreUnavailableError(
+                    f"{upload.missing()} did not store its part of checkpoint {upload.version} within {wait_s:g} s, "
+                    f"once that of process 0 was stored (as long as that took, {limits.RETRY_S:g} s at least; the wait "
+                    "checkpoint-upload)"
+                )
+            if upload.error is not None:
+                raise upload.error
         except StoreUnavailableError:
             self.complete_upload()  # an older state is worth more than none
             raise
+        assert upload.key is not None
         if self._upload is not None:
             self._upload.give_up()
-        self._register_saved(version, key)
+        self._register_saved(version, upload.key)
         self.give_up_upload()  # it waits, and the new one must not wait for that to be registered
-
-    def _store_now(self) -> str:
-        """Store a checkpoint of the current weights, and return its key.
-
-        Raises:
-            StoreUnavailableError: a process could not store its part, or did not in time.
-            OSError: the local disk is full.
-        """
-        begin = time.monotonic()
-        upload = self._new(in_background=False)
-        # the part of this process is stored; one as large, over a slower link, may take some time more
-        wait_s = max(limits.RETRY_S, time.monotonic() - begin)
-        with self._context.status.named_wait("checkpoint-upload", wait_s):
-            has_ended = upload.wait(wait_s)
-        if not has_ended:
-            upload.give_up()
-            raise StoreUnavailableError(
-                f"{upload.missing()} did not store its part of checkpoint {upload.version} within {wait_s:g} s, once "
-                f"that of process 0 was stored (as long as that took, {limits.RETRY_S:g} s at least; the wait "
-                "checkpoint-upload)"
-            )
-        if upload.error is not None:
-            raise upload.error
-        assert upload.key is not None
-        return upload.key
 
     def _new(self, *, in_background: bool) -> Upload:
         """Begin a checkpoint of the current weights. Arguments and errors of `TeamCheckpoints.begin`."""
-        context = self._context
+        context, progress = self._context, self._progress
+        recipe, learner = context.recipe, context.learner
+        state = TrainerState(
+            run=recipe.run.name,
+            version=str(progress.version),
+            train_s=progress.train_s,
+            num_rollouts_trained=progress.num_rollouts_trained,
+            reference_version=str(learner.reference.version),
+            rng=dict(learner.rng.bit_generator.state),
+            torch_rng=encode_torch_rng(),
+            config_sha256=config_sha256(recipe),
+            model_config_sha256=context.model_config_sha256,
+            policy_temperature=recipe.model.policy_temperature,
+            lora=recipe.model.lora,
+            guards=progress.guards,
+            previous=self._saved_checkpoint and str(self._saved_checkpoint),
+            settings_revision=progress.settings_revision,
+        )
         # `saved` stays in the store until this one is registered
         known = context.checkpoints.reusable_objects(self.saved)
-        rows = context.learner.capture()
-        return context.checkpoints.begin(self._state(), rows, known=known, in_background=in_background)
+        return context.checkpoints.begin(state, learner.capture(), known=known, in_background=in_background)
 
     def _wait_unstaged(self, upload: Upload) -> None:
         """Wait for an upload that reads the weights, and register it. A stop ends the wait: no step follows it."""
@@ -194,7 +203,10 @@ class CheckpointWriter:
         self._register(version, key, kept=kept)
         self.previous, self.saved = self._saved_checkpoint, version
         # Last: until the new one is registered, a resume may still need an old one, and so may an operator's rollback.
-        context.checkpoints.delete_all_but(kept, keep=keep)
+        # Only the active lineage is counted: abandoned checkpoints are no place to resume from, and go by their age.
+        for each in context.checkpoints.versions():
+            if kept and each < kept[-keep:][0] and each not in kept:
+                context.checkpoints.delete(each)
         log.info("checkpoint", version=str(version), key=key)
 
     def register_unsuspected(self) -> str:
@@ -236,28 +248,3 @@ class CheckpointWriter:
         names = None if kept is None else [str(each) for each in kept]
         request = CheckpointRequest(version=str(version), token=self._session.token, key=key, kept=names)
         self._context.buffer.register_checkpoint(request)
-
-    def _state(self) -> TrainerState:
-        context, progress = self._context, self._progress
-        recipe, learner = context.recipe, context.learner
-        return TrainerState(
-            run=recipe.run.name,
-            version=str(progress.version),
-            train_s=progress.train_s,
-            num_rollouts_trained=progress.num_rollouts_trained,
-            reference_version=str(learner.reference.version),
-            rng=dict(learner.rng.bit_generator.state),
-            torch_rng=encode_torch_rng(),
-            config_sha256=config_sha256(recipe),
-            model_config_sha256=context.model_config_sha256,
-            policy_temperature=recipe.model.policy_temperature,
-            lora=recipe.model.lora,
-            guards=progress.guards,
-            previous=self._saved_checkpoint and str(self._saved_checkpoint),
-            settings_revision=progress.settings_revision,
-        )
-
-
-def checkpoint_bytes(model: Any) -> int:
-    """Return about how many bytes a checkpoint has: what is trained and the moments of AdamW, in float32."""
-    return 12 * sum(param.numel() for param in trainable(model).values())

@@ -188,48 +188,44 @@ class Publisher:
                 if self._stop.is_set():  # after SIGTERM the checkpoint counts, not the publication
                     return
                 if time.monotonic() > deadline:
+                    with self._changed:
+                        others = self._pending[0][0].others if self._pending else None
+                    missing = "" if others is None else others.missing()
+                    waits = (
+                        f"the share of {missing} is not stored yet" if missing else "the transfer is still in progress"
+                    )
                     raise WaitTimeoutError(
                         f"{len(self._pending)} weight versions could not be published within {wait_s:g} s "
-                        f"({self._retried_error or self._under_way()}); training stopped, and its "
+                        f"({self._retried_error or waits}); training stopped, and its "
                         "last checkpoint is kept: fix the cause and start the trainer again"
                     )
 
-    def _under_way(self) -> str:
-        """Say what publishing waits for, where it does not fail."""
-        with self._changed:
-            others = self._pending[0][0].others if self._pending else None
-        missing = "" if others is None else others.missing()
-        return f"the share of {missing} is not stored yet" if missing else "the transfer is still in progress"
-
     def _run(self) -> None:
         try:
-            self._publish_pending()
+            while not self._closed.is_set():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
+                if self._closed.is_set():
+                    return
+                snapshot, num_eval_prompts, announce = self._pending[0]  # it stays in the queue until it is announced
+                try:
+                    self._publish(snapshot, num_eval_prompts, announce=announce)
+                except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `check`
+                    # the loop knows what a full disk is
+                    is_known = isinstance(error, TbaError | OSError)
+                    self._error = error if is_known else TbaError(f"publishing failed: {error!r}")
+                with self._changed:
+                    # it counts as unpublished until here, so the loop's limit covers a slow transfer too
+                    if self._error is None and not self._closed.is_set():
+                        self._pending.popleft()
+                    self._changed.notify_all()
+                if self._error is not None:
+                    return
         finally:
             if self._base is not None:
                 self._base[0].close()
             if self._start is not None:
                 self._start.close()
-
-    def _publish_pending(self) -> None:
-        while not self._closed.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed.is_set() or self._pending)
-            if self._closed.is_set():
-                return
-            snapshot, num_eval_prompts, announce = self._pending[0]  # it stays in the queue until it is announced
-            try:
-                self._publish(snapshot, num_eval_prompts, announce=announce)
-            except Exception as error:  # a thread has nobody to raise to: the loop asks for it, in `check`
-                # the loop knows what a full disk is
-                is_known = isinstance(error, TbaError | OSError)
-                self._error = error if is_known else TbaError(f"publishing failed: {error!r}")
-            with self._changed:
-                # it counts as unpublished until here, so the loop's limit covers a slow transfer too
-                if self._error is None and not self._closed.is_set():
-                    self._pending.popleft()
-                self._changed.notify_all()
-            if self._error is not None:
-                return
 
     def _publish(self, snapshot: WeightSnapshot, num_eval_prompts: int | None, *, announce: bool) -> None:
         started = time.monotonic()
@@ -245,7 +241,22 @@ class Publisher:
         self._retry_while_away(lambda: self._buffer.announce_version(request), snapshot.version)
         if manifest is None or self._closed.is_set():  # the retries may have been cut off: it may not be announced
             return
-        self._note_published(manifest, store_s=store_s, seconds=time.monotonic() - started)
+        self._store_s = store_s
+        sizes = {
+            "full": sum(file.size_bytes for file in manifest.full),
+            "delta": manifest.delta_bytes,
+            "adapter": manifest.adapter_bytes,
+        }
+        for kind, size_bytes in sizes.items():
+            self._published_bytes[kind] += size_bytes
+        log.info(
+            "published",
+            version=manifest.version,
+            kind="+".join(kind for kind, size_bytes in sizes.items() if size_bytes),
+            **{f"{kind}_bytes": size_bytes for kind, size_bytes in sizes.items() if size_bytes},
+            store_s=round(store_s, 3),
+            seconds=round(time.monotonic() - started, 3),
+        )
         self._replace_base(snapshot, manifest)
         if num_eval_prompts is not None:
             self._evaluations.request(snapshot.version, num_eval_prompts)
@@ -257,6 +268,9 @@ class Publisher:
         others = snapshot.others if snapshot.is_share else None
         if others is not None:
             others.base = None if self._base is None else self._base[0].others
+        if snapshot.adapter is not None and self._start is not None and self._base is None:
+            manifest, paths = self._versions.manifest(START), self._start.paths
+            self._base = self._start, LocalVersion(START, paths, manifest)
         return self._versions.publish(
             version=snapshot.version,
             parent=snapshot.parent,
@@ -266,42 +280,15 @@ class Publisher:
             canary=snapshot.canary,
             torch_version=torch.__version__,
             transformers_version=transformers.__version__,
-            base=self._base_of(snapshot),
+            base=None if self._base is None else self._base[1],
             deltas=self._deltas,
             others=others,
         )
-
-    def _base_of(self, snapshot: WeightSnapshot) -> LocalVersion | None:
-        """Return the version whose files are here that the snapshot is stored against; None: there is none."""
-        if snapshot.adapter is None or self._start is None:
-            return None if self._base is None else self._base[1]
-        if self._base is None:
-            manifest, paths = self._versions.manifest(START), self._start.paths
-            self._base = self._start, LocalVersion(START, paths, manifest)
-        return self._base[1]
 
     def discard(self, snapshot: WeightSnapshot) -> None:
         """Delete the files of a snapshot, but for the starting model, which adapters are merged into until the end."""
         if snapshot is not self._start:
             snapshot.close()
-
-    def _note_published(self, manifest: Manifest, *, store_s: float, seconds: float) -> None:
-        stored = {
-            "full": sum(file.size_bytes for file in manifest.full),
-            "delta": manifest.delta_bytes,
-            "adapter": manifest.adapter_bytes,
-        }
-        for kind, size_bytes in stored.items():
-            self._published_bytes[kind] += size_bytes
-        self._store_s = store_s
-        log.info(
-            "published",
-            version=manifest.version,
-            kind="+".join(kind for kind, size_bytes in stored.items() if size_bytes),
-            **{f"{kind}_bytes": size_bytes for kind, size_bytes in stored.items() if size_bytes},
-            store_s=round(store_s, 3),
-            seconds=round(seconds, 3),
-        )
 
     def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
         """Keep the files of the version just published in place of the last one's, if the next one may be a delta."""

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
-from tba.api import RunCommand
+from tba.api import RunCommand, RunInfo
+from tba.config import Recipe
 from tba.errors import StoreUnavailableError, WaitTimeoutError
 from tba.logs import get_logger
-from tba_trainer.checkpoints.export_upload import upload_export
+from tba.store import ObjectStore
+from tba.versions import PolicyVersion
+from tba.weights import WeightVersions
+from tba.weights.export import RunFacts, write_export
 from tba_trainer.learner.guards import holds_checkpoints
 from tba_trainer.loop import limits
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
@@ -90,6 +96,31 @@ def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str 
     context.status.set_state("done")
     log.info("done", version=str(progress.version), train_s=round(progress.train_s, 1))
     return "done"
+
+
+def upload_export(recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: PolicyVersion) -> str:
+    """Upload the last version with its model card, and return its prefix in the store. A second export replaces it.
+
+    Args:
+        info: the run as the buffer knows it: evaluations and the best version go on the card.
+        last: the last published version.
+
+    Raises:
+        StoreError: the store is away, or its copy of the version is damaged.
+    """
+    prefix, versions = f"runs/{recipe.run.name}/export/", WeightVersions(store, recipe.run.name)
+    facts = RunFacts(recipe=recipe, evals=info.evals, best=info.best)
+    # Written to this machine first: a version that turns out to be damaged leaves the old export as it was.
+    with tempfile.TemporaryDirectory(prefix="tba-export-") as name:
+        write_export(versions, last, Path(name), facts)
+        paths = {prefix + path.name: path for path in sorted(Path(name).iterdir())}
+        for key, path in paths.items():
+            store.put_file(key, path)
+    # only now: until the new files are there, the old export is a whole one
+    for key in set(store.list(prefix)) - paths.keys():
+        store.delete(key)
+    log.info("exported", version=str(last), prefix=prefix, store=store.url)
+    return prefix
 
 
 def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], object]) -> None:

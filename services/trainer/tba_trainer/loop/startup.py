@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import NoReturn
 
 from tba.api import LineageReply, LineageRequest, OriginInfo, RollbackInfo, RunCommand, RunInfo
 from tba.clients import BufferClient
@@ -26,7 +25,7 @@ from tba.logs import get_logger
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.choice import before_suspect, first_intact, intact_at, lineages_of, newest_intact
+from tba_trainer.checkpoints.choice import before_suspect, first_intact, lineages_of, newest_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.learner.guards import GuardState, Rollback
@@ -128,9 +127,18 @@ class LineageStart:
             before: the run before the lineage was taken.
         """
         rollback, version, checkpoint = self.rollback, parent.version, parent.checkpoint
-        # After the lineage is taken: the older trainer, if it still runs, can then register none of them again.
+        # Nothing returns to the abandoned checkpoints after the parent, up to the suspect one. They go only now: the
+        # older trainer, if it still runs, can register none of them again.
         if rollback is not None and rollback.suspect is not None:
-            self._delete_suspects(lineages_of(before).ancestry(version), version, rollback.suspect)
+            try:
+                active = self.checkpoints.of_lineage(lineages_of(before).ancestry(version))
+                for each in self.checkpoints.versions():
+                    if version < each <= rollback.suspect and each not in active:
+                        self.checkpoints.delete(each)
+                        log.info("suspect_checkpoint_deleted", version=str(each))
+            except StoreError as error:
+                # harmless: checkpoints that stay behind take the place of none of the active lineage's
+                log.warning("suspect_checkpoint_not_deleted", suspect=str(rollback.suspect), error=str(error))
         state = None
         if checkpoint is not None:
             state = checkpoint.state
@@ -172,7 +180,9 @@ class LineageStart:
 
         The run must not continue with the weights that a person wanted to leave.
         """
-        checkpoint = intact_at(self.checkpoints, info, step=PolicyVersion.parse(asked.version).step)
+        step = PolicyVersion.parse(asked.version).step
+        active = self.checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
+        checkpoint = first_intact(self.checkpoints, (each for each in reversed(active) if each.step <= step))
         if checkpoint is not None:
             return self._checked(checkpoint)
         # not loaded, and perhaps damaged too: the next start finds that out
@@ -199,27 +209,23 @@ class LineageStart:
             older = before_suspect(checkpoints, lineages_of(info), suspect, last_good_step=rollback.last_good_step)
             checkpoint = first_intact(checkpoints, older)
             if checkpoint is None and rollback.previous is not None:
-                self._fail(suspect, rollback)
+                sentence = (
+                    f"rolling back from checkpoint {suspect}, which no good step followed: the checkpoints before it "
+                    f"(the last one was {rollback.previous}) are gone or damaged, and tba does not discard the "
+                    "training to begin again with the starting model; restore one of them, or start another run; the "
+                    f"next start of the trainer continues from {suspect}"
+                )
+                try:
+                    self.context.buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
+                except TbaError as error:  # the GuardError ends the trainer in any case
+                    log.warning("action_failed", action="fail", error=str(error))
+                raise GuardError(sentence)
         if checkpoint is not None:
             return self._checked(checkpoint)
         fork = forked_version(info)
         if fork is not None and info.origin is not None:
             self._restore_fork(info.origin.run, fork)
         return _Parent(version=fork or START)
-
-    def _fail(self, suspect: PolicyVersion, rollback: Rollback) -> NoReturn:
-        """Mark the run as failed, because nothing before the suspect checkpoint is left."""
-        sentence = (
-            f"rolling back from checkpoint {suspect}, which no good step followed: the checkpoints before it (the last "
-            f"one was {rollback.previous}) are gone or damaged, and tba does not discard the training to begin again "
-            f"with the starting model; restore one of them, or start another run; the next start of the trainer "
-            f"continues from {suspect}"
-        )
-        try:
-            self.context.buffer.command("fail", RunCommand(reason=sentence, token=rollback.token))
-        except TbaError as error:  # the GuardError ends the trainer in any case
-            log.warning("action_failed", action="fail", error=str(error))
-        raise GuardError(sentence)
 
     def _checked(self, checkpoint: Checkpoint) -> _Parent:
         self._check_same_run(checkpoint)
@@ -281,18 +287,6 @@ class LineageStart:
         )
         if weights.manifest.dtype != "float32":  # the master weights start from rounded ones
             log.warning("forked_from_rounded_weights", dtype=weights.manifest.dtype)
-
-    def _delete_suspects(self, history: list[PolicyVersion], parent: PolicyVersion, suspect: PolicyVersion) -> None:
-        """Delete the abandoned checkpoints after the parent, up to the suspect one: nothing returns to them."""
-        try:
-            active = self.checkpoints.of_lineage(history)
-            for version in self.checkpoints.versions():
-                if parent < version <= suspect and version not in active:
-                    self.checkpoints.delete(version)
-                    log.info("suspect_checkpoint_deleted", version=str(version))
-        except StoreError as error:
-            # harmless: checkpoints that stay behind take the place of none of the active lineage's
-            log.warning("suspect_checkpoint_not_deleted", suspect=str(suspect), error=str(error))
 
 
 def forked_version(info: RunInfo) -> PolicyVersion | None:

@@ -127,10 +127,11 @@ class Status:
             expected_s = self._moved_s if self._wait is None else self._wait[2]
         return self._now() > expected_s + HUNG_AFTER_S
 
-    def set_state(self, state: str) -> None:
-        """Name the current activity, for people."""
+    def set_state(self, state: str, version: PolicyVersion | None = None) -> None:
+        """Name the current activity, for people, and the weights that the trainer holds now (None: the same)."""
         with self._lock:
             self._state, self._moved_s = state, self._now()
+            self._version = version or self._version
 
     def set_step(self, version: PolicyVersion, metrics: Mapping[str, float | None]) -> None:
         """Record a finished step and its metrics."""
@@ -139,11 +140,6 @@ class Status:
             # replaced, not updated: a metric that this step does not have must not show its value of an older step
             self._gauges = {name: value for name, value in metrics.items() if value is not None}
             self._gauges["step"] = float(version.step)
-
-    def set_version(self, version: PolicyVersion) -> None:
-        """Record the weights that the trainer holds."""
-        with self._lock:
-            self._version = version
 
     @contextmanager
     def named_wait(self, name: str, deadline_s: float) -> Iterator[None]:
@@ -240,7 +236,11 @@ class Heartbeats:
         while True:
             # read before the beat: the last beat, after `close`, tells the final state
             last = self._closed.wait(HEARTBEAT_INTERVAL_S)
-            self._touch()
+            if self._alive_file is not None and not self._status.is_hung:
+                try:
+                    self._alive_file.touch()
+                except OSError as error:  # for the loop to report; the probe then restarts what cannot write
+                    log.warning("alive_file_failed", file=str(self._alive_file), error=str(error))
             try:
                 self._buffer.heartbeat(self._status.beat(self._gauges()))
                 failing = False
@@ -250,11 +250,3 @@ class Heartbeats:
                 failing = True
             if last:
                 return
-
-    def _touch(self) -> None:
-        if self._alive_file is None or self._status.is_hung:
-            return
-        try:
-            self._alive_file.touch()
-        except OSError as error:  # a full disk is for the loop to report; the probe then restarts what cannot write
-            log.warning("alive_file_failed", file=str(self._alive_file), error=str(error))

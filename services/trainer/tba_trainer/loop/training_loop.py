@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable
 
 from tba.api import RunCommand
-from tba.config import Recipe
 from tba.config.trainer import REMEDIES
 from tba.errors import (
     ConflictError,
@@ -76,7 +75,11 @@ class TrainingLoop:
     def __init__(self, context: LineageContext) -> None:
         self._context, self._progress, self._token = context, context.progress, context.session.token
         self._guards = context.recipe.trainer.guards
-        self._unjudged = unjudged_metrics(context.recipe)
+        # Where searchers sample at other temperatures than the policy's, the distance of theta from its data measures
+        # those too, and says nothing of old data. An alarm with an action was set for the run, and goes off anyway.
+        others = context.recipe.samples_at_other_temperatures
+        alarm_of = {"ess": self._guards.ess_collapse, "log_ratio_token_mean": self._guards.log_ratio_drift}
+        self._unjudged = {name for name, alarm in alarm_of.items() if others and alarm.action == "none"}
         self._writer = CheckpointWriter(context)
         # a fork until its first checkpoint: the other run's folders may be deleted, and a resume could not start
         self._checkpoint_due = context.session.has_no_checkpoint
@@ -84,8 +87,6 @@ class TrainingLoop:
         """Whether the last attempt to write the checkpoint that is due failed."""
         self._num_void_in_row = 0
         self._has_left_out_advantages = False
-        self._early_end: str | None = None
-        """Why training ends before `num_steps`."""
 
     def run(self) -> Rollback | RunEnd:
         """Train to the end of the run, until SIGTERM, or until an alarm or an operator rolls back.
@@ -98,10 +99,9 @@ class TrainingLoop:
         """
         context = self._context
         self._progress.start_clock()
-        context.status.set_state("training")
-        context.status.set_version(self._progress.version)
+        context.status.set_state("training", self._progress.version)
         try:
-            return self._train() or self._end()
+            return self._train()
         except RollbackError as error:  # raised by whichever comes first: a draw, an ack, a checkpoint or the end
             return self._rollback(str(error), is_asked_for=True)
         except GuardError as error:
@@ -114,23 +114,17 @@ class TrainingLoop:
             self._writer.give_up_upload()  # nothing more may be written
             raise
         except (TbaError, OSError):
-            self._complete_upload()
+            if self._writer.is_uploading:  # kept at an end that is not a kill
+                self._try("complete_upload", self._writer.complete_upload)
             raise
 
-    def _end(self) -> RunEnd:
-        context = self._context
-        context.prefetcher.close()  # batches that were drawn ahead expire at the buffer
-        if context.stop.is_set():
-            interrupt(context, self._writer)
-            return "stopped"
-        return finish(context, self._writer, early_end=self._early_end)
-
-    def _train(self) -> Rollback | None:
-        section, progress = self._context.recipe.trainer, self._progress
-        while progress.step < section.num_steps and not self._context.stop.is_set():
+    def _train(self) -> Rollback | RunEnd:
+        context, section, progress = self._context, self._context.recipe.trainer, self._progress
+        early_end: str | None = None
+        while progress.step < section.num_steps and not context.stop.is_set():
             if section.max_train_s is not None and progress.train_s >= section.max_train_s:
                 log.info("max_train_s_reached", step=progress.step, train_s=round(progress.train_s, 1))
-                self._early_end = f"trainer.max_train_s ({section.max_train_s:g} s) is over"
+                early_end = f"trainer.max_train_s ({section.max_train_s:g} s) is over"
                 break
             try:
                 action = self._one_step()
@@ -138,14 +132,18 @@ class TrainingLoop:
                 raise
             except RunOverError as error:
                 log.info("run_is_over", step=progress.step, reason=str(error))
-                self._early_end = str(error)
+                early_end = str(error)
                 break
             if action is None:  # void or stopped: the loop's condition decides, and the same step is drawn again
                 continue
             if (rollback := self._react(action)) is not None:
                 return rollback
             self._after_step()
-        return None
+        context.prefetcher.close()  # batches that were drawn ahead expire at the buffer
+        if context.stop.is_set():
+            interrupt(context, self._writer)
+            return "stopped"
+        return finish(context, self._writer, early_end=early_end)
 
     def _one_step(self) -> StepAction | None:
         """Make one optimizer step, used or skipped; None when there was none (SIGTERM, or a void batch)."""
@@ -250,10 +248,22 @@ class TrainingLoop:
         context, token = self._context, self._token
         reason = f"step {self._progress.version}: {action.reason}"
         if "fail" in action.actions:
+            if self._writer.is_uploading:
+                self._try("complete_upload", self._writer.complete_upload)
+            resume_point = None
+            # the last checkpoint may hold the weights that make every batch fail: the next start would fail too
+            if suspects_weights(self._guards, self._progress.guards):
+                try:
+                    resume_point = self._writer.register_unsuspected()
+                except FencedError:
+                    raise
+                except TbaError as error:
+                    step, tried = self._progress.step, "register_unsuspected"
+                    log.warning("action_failed", action=tried, step=step, error=str(error))
             is_gap = any(alarm.name == "on_policy_gap" for alarm in action.alarms)
             remedy = "consider a lower trainer.learning_rate or a larger objective.beta"
             raise GuardError(
-                f"{reason}; that batch was not applied. {self._safe_resume_point()}; "
+                f"{reason}; that batch was not applied. {resume_point or self._writer.resume_point()}; "
                 f"{REMEDIES['on_policy_gap'] if is_gap else remedy}"
             )
         if "rollback" in action.actions:
@@ -263,24 +273,6 @@ class TrainingLoop:
             self._try("pause", lambda: context.buffer.command("pause", command))
             context.prefetcher.discard(self._progress.step + 1)  # batches drawn ahead must wait for `tba resume` too
         return None
-
-    def _safe_resume_point(self) -> str:
-        """Return where the next start continues, without a full stop; if possible not from suspect weights."""
-        self._complete_upload()
-        # Then the last checkpoint may hold the weights that make every batch fail, and the next start would fail too.
-        if suspects_weights(self._guards, self._progress.guards):
-            try:
-                return self._writer.register_unsuspected()
-            except FencedError:
-                raise
-            except TbaError as error:
-                log.warning("action_failed", action="register_unsuspected", step=self._progress.step, error=str(error))
-        return self._writer.resume_point()
-
-    def _complete_upload(self) -> None:
-        """Keep the checkpoint that is on its way, at an end that is not a kill."""
-        if self._writer.is_uploading:
-            self._try("complete_upload", self._writer.complete_upload)
 
     def _rollback(self, reason: str, *, is_asked_for: bool) -> Rollback:
         writer, progress = self._writer, self._progress
@@ -321,7 +313,8 @@ class TrainingLoop:
         try:
             self._writer.settle()
         except StoreUnavailableError as error:
-            self._note_failed_checkpoint(error)
+            log.warning("checkpoint_failed", step=progress.step, error=str(error))
+            self._checkpoint_due = self._checkpoint_failed = True
         at_interval = progress.step % section.checkpoint_interval == 0
         self._checkpoint_due |= at_interval
         # An attempt costs 30 s while the store is away, so a failed one is not repeated in every step.
@@ -336,22 +329,5 @@ class TrainingLoop:
             self._writer.write()
             self._checkpoint_due = self._checkpoint_failed = False
         except StoreUnavailableError as error:
-            self._note_failed_checkpoint(error)
-
-    def _note_failed_checkpoint(self, error: StoreUnavailableError) -> None:
-        """Log it; the checkpoint is due again."""
-        log.warning("checkpoint_failed", step=self._progress.step, error=str(error))
-        self._checkpoint_due = self._checkpoint_failed = True
-
-
-def unjudged_metrics(recipe: Recipe) -> frozenset[str]:
-    """Return the metrics that raise no alarm in a run.
-
-    Where searchers sample at other temperatures than the policy's, the distance of theta from its data measures those
-    too. Then it says nothing of old data. An alarm with an action was set for the run, and goes off all the same.
-    """
-    if not recipe.samples_at_other_temperatures:
-        return frozenset()
-    guards = recipe.trainer.guards
-    alarm_of = {"ess": guards.ess_collapse, "log_ratio_token_mean": guards.log_ratio_drift}
-    return frozenset(name for name, alarm in alarm_of.items() if alarm.action == "none")
+            log.warning("checkpoint_failed", step=progress.step, error=str(error))
+            self._checkpoint_due = self._checkpoint_failed = True

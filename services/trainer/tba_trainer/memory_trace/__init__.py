@@ -2,6 +2,5 @@
 
 __main__       `python -m tba_trainer.memory_trace`: trace a recipe, print the bytes as JSON
 step           build model and batch, make one step, extrapolate over the layers
-fake_device    large tensors without values beside small real ones
-live_bytes     bytes of all tensors that are alive, op by op
+fake_device    large tensors without values beside small real ones, and the bytes of all that are alive
 """

@@ -1,4 +1,4 @@
-"""Large tensors without memory beside small real ones: the trainer's own step runs on shapes alone.
+"""Large tensors without memory beside small real ones, and the bytes of all that are alive: for a step on shapes alone.
 
 torch's fake tensors have a shape, a dtype and the size of their storage, and no values. The model is fake. What the
 trainer keeps on the CPU (plans, sums per rollout, metrics) is real, so the control flow is that of a real step, and
@@ -9,7 +9,9 @@ say "cuda". tests/support/fake_cuda.py makes it do so with a few lines of C++, f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,14 +57,23 @@ class FakeDevice(TorchDispatchMode):
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             return NotImplemented  # it asks again with its own shard
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return _run_real(func, args, kwargs, from_nothing=all(tensor.is_meta for tensor in tensors))
+            if all(tensor.is_meta for tensor in tensors):  # made from nothing
+                result = func(*args, **kwargs)  # fake, by the mode below
+                if not isinstance(result, Tensor) or result.is_meta or func.overloadpacket in _EMPTY:
+                    return result
+                if result.untyped_storage().nbytes() >= MIN_FAKE_BYTES:
+                    return result
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func is torch.ops.aten.allclose.default:
             return True  # whether the head is a plain product (logprobs.py): it is, in every packed family
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0
         if func._schema.is_mutable and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily():  # a real table takes values from the model
-                args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
+                args, kwargs = tree_map_only(
+                    FakeTensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), (args, kwargs)
+                )
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -71,19 +82,60 @@ class FakeDevice(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake_mode
 
 
-def _run_real(func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
-    if from_nothing:
-        result = func(*args, **kwargs)  # fake, by the mode below
-        if not isinstance(result, Tensor) or result.is_meta or func.overloadpacket in _EMPTY:
-            return result
-        if result.untyped_storage().nbytes() >= MIN_FAKE_BYTES:
-            return result
-    with unset_fake_temporarily():
-        return func(*args, **kwargs)
+class LiveBytes(TorchDispatchMode):
+    """While it is open, `peak` follows the bytes of all storages that were there or that an op has made.
 
+    Storages that FSDP resizes count with their size of the moment. Memory inside of an op is not seen.
 
-def _zeros(tensor: FakeTensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    Args:
+        is_counted: which tensors count; None: those on the CPU.
+    """
+
+    def __init__(self, is_counted: Callable[[Tensor], bool] | None = None) -> None:
+        super().__init__()
+        self.held = 0
+        """Bytes of this moment."""
+        self.peak = 0
+        self._is_counted = is_counted or (lambda tensor: tensor.device.type == "cpu")
+        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._see(value for value in gc.get_objects() if issubclass(type(value), Tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:  # a question that fake tensors are often asked; nothing is made
+            return result
+        self._see(value for value in tree_leaves([args, kwargs, result]) if isinstance(value, Tensor))
+        return result
+
+    def restart(self) -> None:
+        """Begin a new peak at what is held now."""
+        self._measure_again()
+        self.peak = self.held
+
+    def _see(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own shard
+            if self._is_counted(local):
+                storage = local.untyped_storage()
+                # torch keeps the Python object of a storage as long as the storage itself
+                reference = weakref.ref(storage, self._forget)
+                size = storage.nbytes()
+                self.held += size - self._sizes.get(reference, 0)
+                self._sizes[reference] = size
+        if self.held > self.peak:
+            self._measure_again()
+        self.peak = max(self.peak, self.held)
+
+    def _measure_again(self) -> None:
+        # FSDP frees a storage by resizing it, which is no op
+        for reference in list(self._sizes):
+            if (storage := reference()) is not None:
+                size = storage.nbytes()
+                self.held += size - self._sizes[reference]
+                self._sizes[reference] = size
+
+    def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self.held -= self._sizes.pop(reference, 0)
 
 
 @contextmanager

@@ -30,8 +30,7 @@ from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import mesh_of_all, ranks_of
 from tba_trainer.learner.forward_backward import ALONE, Plan, Ranks, plan_micro_batches
 from tba_trainer.learner.learner import Learner, trainer_rng
-from tba_trainer.memory_trace.fake_device import FakeDevice, cuda_branches
-from tba_trainer.memory_trace.live_bytes import LiveBytes
+from tba_trainer.memory_trace.fake_device import FakeDevice, LiveBytes, cuda_branches
 from tba_trainer.model.context import Context
 from tba_trainer.model.parameters import trainable
 from tba_trainer.model.policy import prepare
@@ -103,17 +102,13 @@ def max_micro_batch_tokens(recipe: Recipe) -> int:
 
 def layers_to_trace(recipe: Recipe, config: Mapping[str, Any]) -> dict[int, int]:
     """Return the layers of each model that is traced, and the factor of its numbers in the sum."""
-    whole = num_layers_of(config)
+    whole = int(config[layers_key(config)])
     num, more = LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
     return {whole: 1} if whole <= more else {num: 1 + num - whole, more: whole - num}
 
 
-def num_layers_of(config: Mapping[str, Any]) -> int:
-    """Return the number of decoder layers."""
-    return int(config[_layers_key(config)])
-
-
-def _layers_key(config: Mapping[str, Any]) -> str:
+def layers_key(config: Mapping[str, Any]) -> str:
+    """Return the key that says how many decoder layers there are."""
     return "n_layer" if "n_layer" in config else "num_hidden_layers"
 
 
@@ -121,12 +116,32 @@ def trace_step(
     recipe: Recipe, config: Mapping[str, Any], *, num_layers: int, device: FakeDevice | None = None
 ) -> StepBytes:
     """Return the bytes of a step of the same model with another number of layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     device = device or FakeDevice()
     with cuda_branches(), _team(recipe) as (ranks, context), warnings.catch_warnings():
         # torch asks a parameter that it copies for its address, and a real tensor that it makes fake for its gradient
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        model = _fake_model(recipe, {**config, _layers_key(config): num_layers}, device, context)
+        try:
+            known = AutoConfig.for_model(**{**config, layers_key(config): num_layers})
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+        except (ValueError, TypeError) as error:
+            kind = config.get("model_type")
+            raise ConfigError(
+                f"transformers builds no language model from config.json of model.path (model_type {kind!r}): "
+                f"{str(error).partition(chr(10))[0][:MAX_ERROR_CHARS]}"
+            ) from None
+        model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
+        if recipe.trainer.num_processes > 1:
+            with device:
+                mesh = mesh_of_all(device.type)
+                shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=context)
+        else:
+            with device.fake_mode:
+                model.to_empty(device=device.type)
+                model.tie_weights()
         with device, LiveBytes(device.owns) as live:
             parameters = live.held
             learner = Learner(model, recipe, trainer_rng(recipe), ranks=ranks)
@@ -164,31 +179,6 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int
     return {"gradients": gradients, "optimizer": moments, **peaks}
 
 
-def _fake_model(recipe: Recipe, config: Mapping[str, Any], device: FakeDevice, context: Context | None) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        known = AutoConfig.for_model(**config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        kind = config.get("model_type")
-        raise ConfigError(
-            f"transformers builds no language model from config.json of model.path (model_type {kind!r}): "
-            f"{str(error).partition(chr(10))[0][:MAX_ERROR_CHARS]}"
-        ) from None
-    model = prepare(model, recipe.model.lora, recipe.trainer.gradient_checkpointing)
-    if recipe.trainer.num_processes > 1:
-        with device:
-            mesh = mesh_of_all(device.type)
-            shard(model, mesh, compute_dtype=recipe.trainer.compute_dtype, context=context)
-    else:
-        with device.fake_mode:
-            model.to_empty(device=device.type)
-            model.tie_weights()
-    return model
-
-
 @contextmanager
 def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
     """Join a process group of which this is rank 0 and which sends nothing."""
@@ -223,7 +213,7 @@ def _plan(recipe: Recipe) -> Plan:
 
 def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
     """Return the rollouts of the largest micro-batches, in their groups."""
-    rng = np.random.default_rng(0)
+    rng, num_tokens = np.random.default_rng(0), recipe.searcher.max_response_tokens
     rounds = _plan(recipe)[:TRACED_ROUNDS]
     chosen = sorted(row for micro_batches in rounds for rows in micro_batches for row in rows)
     parts: list[list[int]] = []
@@ -236,35 +226,33 @@ def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
             parts.append(part)
     groups = []
     for number, members in enumerate(parts):
-        prompt_id = f"prompt-{number}"
-        prompt = rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens, dtype=np.int32)
-        rollouts = tuple(_rollout(rng, recipe, prompt_id, prompt, vocab_size) for _ in members)
-        groups.append(Group(prompt_id=prompt_id, source="recent", fallback=False, rollouts=rollouts))
+        prompt_id, rollouts = f"prompt-{number}", []
+        prompt = int32_bytes(rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens))
+        for _ in members:
+            rollouts.append(
+                Rollout(
+                    rollout_id=rng.bytes(16),
+                    run=recipe.run.name,
+                    task="trace",
+                    prompt_id=prompt_id,
+                    visit_id=prompt_id,
+                    prompt_bytes=prompt,
+                    response_bytes=int32_bytes(rng.integers(0, vocab_size, num_tokens)),
+                    response_text="",
+                    finish_reason="stop",
+                    version_spans=(VersionSpan.of(START, 0, num_tokens),),
+                    sampling=Sampling.of(recipe.model.policy_temperature),
+                    logprob_bytes=float32_bytes(np.zeros(num_tokens)),
+                    # as searchers make it where they do
+                    ref_logprob=RefLogprob.of(0.0, START) if recipe.searchers_hold_start else None,
+                    reward=float(rng.random()),  # no group of equal rewards, which would need no pass
+                    reward_status="scored",
+                    reward_reason=None,
+                    reward_version="trace",
+                    searcher_id="trace",
+                    started_at_s=0.0,
+                    finished_at_s=0.0,
+                )
+            )
+        groups.append(Group(prompt_id=prompt_id, source="recent", fallback=False, rollouts=tuple(rollouts)))
     return Batch(batch_id="trace", deadline_s=0.0, seed=0, log_position=0, groups=tuple(groups))
-
-
-def _rollout(rng: np.random.Generator, recipe: Recipe, prompt_id: str, prompt: Any, vocab_size: int) -> Rollout:
-    num_tokens, temperature = recipe.searcher.max_response_tokens, recipe.model.policy_temperature
-    return Rollout(
-        rollout_id=rng.bytes(16),
-        run=recipe.run.name,
-        task="trace",
-        prompt_id=prompt_id,
-        visit_id=prompt_id,
-        prompt_bytes=int32_bytes(prompt),
-        response_bytes=int32_bytes(rng.integers(0, vocab_size, num_tokens)),
-        response_text="",
-        finish_reason="stop",
-        version_spans=(VersionSpan.of(START, 0, num_tokens),),
-        sampling=Sampling.of(temperature),
-        logprob_bytes=float32_bytes(np.zeros(num_tokens)),
-        # as searchers make it where they do
-        ref_logprob=RefLogprob.of(0.0, START) if recipe.searchers_hold_start else None,
-        reward=float(rng.random()),  # no group of equal rewards, which would need no pass
-        reward_status="scored",
-        reward_reason=None,
-        reward_version="trace",
-        searcher_id="trace",
-        started_at_s=0.0,
-        finished_at_s=0.0,
-    )

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -64,12 +63,21 @@ class LogprobModel:
         temperature: float,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
         self.model = model
         self._temperature = temperature
         self._autocast_dtype = autocast_dtype
         # every pass of a sharded model is a collective of several ranks, so all make the same number of them: one
         self._sharded = is_sharded(model)
-        _use_autocast_experts(model)
+        # A mixture of experts (Qwen3-MoE and the like) sorts tokens by expert for one grouped product each. Autocast
+        # does not know that product: it would run in float32, which has no grouped kernel on a GPU. A model keeps
+        # another function that was chosen for it, for example one that came with its code
+        if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+            # compile_layers registers a function that is not compiled
+            if AUTOCAST_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
+                ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
+            model.set_experts_implementation(AUTOCAST_EXPERTS)
         self._has_plain_head = run_as_forward(model, self._probe_head)
         self.is_packed = use_packed_attention(model)
         """Whether passes run without padding."""
@@ -100,7 +108,9 @@ class LogprobModel:
     def _token_logprobs(
         self, sequences: PackedSequences, with_entropy: bool
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        spaced = _evenly_spaced(len(sequences.response_tokens) if with_entropy else 0)
+        # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
+        num = len(sequences.response_tokens) if with_entropy else 0
+        spaced = np.linspace(0, num - 1, min(num, ENTROPY_POSITIONS)).round().astype(np.int64)
         if self._context is None:
             chosen = upload(torch.from_numpy(spaced), self.device) if with_entropy else None
             logprobs, entropy = self._of_row(sequences, chosen)
@@ -184,12 +194,6 @@ class LogprobModel:
         # backward pass needs them anyway
         keeps_copies = not getattr(self.model, "is_gradient_checkpointing", False)
         return torch.autocast(self.device.type, dtype=self._autocast_dtype, cache_enabled=keeps_copies)
-
-
-def _evenly_spaced(num_positions: int) -> NDArray[np.int64]:
-    """Return at most `ENTROPY_POSITIONS` positions from the first to the last."""
-    # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
-    return np.linspace(0, num_positions - 1, min(num_positions, ENTROPY_POSITIONS)).round().astype(np.int64)
 
 
 def head_logprobs(
@@ -344,22 +348,6 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
-
-
-def _use_autocast_experts(model: Any) -> None:
-    """Make the experts of a mixture (Qwen3-MoE and the like) compute in the dtype of autocast.
-
-    A layer keeps the weights of all its experts in two tensors, and sorts tokens by expert for one grouped matrix
-    product each. Autocast does not know that product: it would run in float32, which has no grouped kernel on a GPU.
-    """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    # a model keeps another function that was chosen for it, for example one that came with its code
-    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
-        # compile_layers registers a function that is not compiled
-        if AUTOCAST_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
-            ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
-        model.set_experts_implementation(AUTOCAST_EXPERTS)
 
 
 def autocast_experts(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -149,7 +148,15 @@ def adapter_tensors(model: Any, merged: Mapping[str, Tensor]) -> Iterator[tuple[
         left, right = _on_grid(b.double() * layer.scaling[ADAPTER], num_bits), _on_grid(a.double(), num_bits)
         if layer.fan_in_fan_out:
             left, right = right.T, left.T
-        _put_sum(merged[f"{name}.weight"], layer.base_layer.weight.detach(), left, right)
+        # the weight is first rounded to the published dtype: all as published
+        target, weight = merged[f"{name}.weight"], layer.base_layer.weight.detach()
+        if isinstance(target, DTensor) and isinstance(weight, DTensor):
+            # rows are sharded: every process adds the product of its own
+            left = distribute_tensor(
+                left.to(target.device).contiguous(), target.device_mesh, target.placements, src_data_rank=None
+            ).to_local()
+            right, target, weight = right.to(target.device), target.to_local(), weight.to_local()
+        target.copy_((weight.to(target.dtype).double() + left @ right).float())
         yield f"{PEFT_PREFIX}{name}{A_SUFFIX}", a.to("cpu", torch.float32, copy=True).contiguous()
         yield f"{PEFT_PREFIX}{name}{B_SUFFIX}", b.to("cpu", torch.float32, copy=True).contiguous()
 
@@ -158,19 +165,6 @@ def _on_grid(matrix: Tensor, num_bits: int) -> Tensor:
     """Round as `tba.weights.adapter` does, so that products have the same bits here."""
     unit = 2.0 ** (int(torch.frexp(matrix.abs().max())[1]) - num_bits)
     return torch.round(matrix / unit) * unit
-
-
-def _put_sum(
-    target: Tensor, weight: Tensor, left: Float64[Tensor, "rows rank"], right: Float64[Tensor, "rank columns"]
-) -> None:
-    """Set `target` to the sum of a weight, first rounded to the dtype of `target`, and a product: all as published."""
-    if isinstance(target, DTensor) and isinstance(weight, DTensor):
-        # rows are sharded: every process adds the product of its own
-        left = distribute_tensor(
-            left.to(target.device).contiguous(), target.device_mesh, target.placements, src_data_rank=None
-        ).to_local()
-        right, target, weight = right.to(target.device), target.to_local(), weight.to_local()
-    target.copy_((weight.to(target.dtype).double() + left @ right).float())
 
 
 def has_transposed_weights(model: Any) -> bool:

@@ -219,7 +219,19 @@ def add_adapter(model: Any, section: LoraSection) -> None:
         raise ConfigError("[model.lora] needs peft, which is not installed: pip install 'tba[lora]'") from None
     from transformers.pytorch_utils import Conv1D
 
-    layers = _target_layers(model, section.target_modules, (torch.nn.Linear, Conv1D))
+    # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).
+    head, kinds = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head
+    }
+    if section.target_modules is not None:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        if unknown := [name for name in section.target_modules if name not in known]:
+            raise ConfigError(
+                f"model.lora.target_modules names {unknown[0]!r}, which is not a linear layer of this model before its "
+                f"output head; it has {', '.join(known)}"
+            )
+        layers = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in section.target_modules}
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -230,25 +242,6 @@ def add_adapter(model: Any, section: LoraSection) -> None:
     )
     # in a module without `config`: of a mixture of experts peft would adapt the experts in place of layers like theirs
     inject_adapter_in_model(config, torch.nn.ModuleList([model]), adapter_name=ADAPTER)
-
-
-def _target_layers(model: Any, names: list[str] | None, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """Return the layers that get an adapter, by full name."""
-    # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).
-    head = model.get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head
-    }
-    if names is None:
-        return linear
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"model.lora.target_modules names {name!r}, which is not a linear layer of this model before its "
-                f"output head; it has {', '.join(known)}"
-            )
-    return {name: module for name, module in linear.items() if name.rpartition(".")[2] in names}
 
 
 def compile_layers(model: Any, *, backend: str = "inductor") -> None:

@@ -103,14 +103,14 @@ def shard(
     # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
     device = _device_of_mesh(mesh)
 
-    def from_leader(tensor: Tensor) -> Tensor:
+    def from_leader(_name: str, tensor: Tensor) -> Tensor:
         placed = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
         dist.broadcast(placed, src=0)
         return placed
 
     dtype = torch.bfloat16 if compute_dtype == "bfloat16" else None
     root = _Root(model, mesh, dtype)
-    _shard(root, lambda _name, tensor: from_leader(tensor))
+    _shard(root, from_leader)
     set_context(model, context)
 
 
@@ -153,6 +153,10 @@ def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
     # the decoder layers: the classes that a Hugging Face model says must not be split
     layer_names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in layer_names]
+    precision = MixedPrecisionPolicy()
+    if root.dtype is not None:
+        # inputs keep their dtype: autocast casts those of matrix products alone
+        precision = MixedPrecisionPolicy(param_dtype=root.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Layers first: what they own is done when the model itself, the last unit, takes the rest.
     for unit in [*layers, model]:
         placed: dict[int, Tensor] = {}  # by identity: tied tensors stay one
@@ -171,37 +175,25 @@ def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
                             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                         placed[id(tensor)] = new
                     tensors[leaf] = placed[id(tensor)]
-        root.units.append(_fully_shard(root, root if unit is model else unit))
+        sharded = fully_shard(
+            root if unit is model else unit,
+            mesh=root.mesh,
+            # the root stays gathered (None): its backward pass comes first
+            reshard_after_forward=None if unit is model else True,
+            mp_policy=precision,
+        )
+        # sum the gradients, do not average them: each process's loss is already its share of the whole batch
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        root.units.append(sharded)
     if root.dtype is not None:
-        _keep_residual_stream_wide(model, root.mesh.device_type)
+        # the residual stream stays in float32, as in a pass under autocast with weights in float32
+        model.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
+        if root.mesh.device_type == "cpu":  # there layer_norm takes no wider input than its weight; CUDA widens both
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm) and module.weight is not None:
+                    module.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
     model.__dict__[_ROOT] = root  # not as a submodule: the root holds the model
-
-
-def _fully_shard(root: _Root, unit: nn.Module) -> FSDPModule:
-    precision = MixedPrecisionPolicy()
-    if root.dtype is not None:
-        # inputs keep their dtype: autocast casts those of matrix products alone
-        precision = MixedPrecisionPolicy(param_dtype=root.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    sharded = fully_shard(
-        unit,
-        mesh=root.mesh,
-        # the root stays gathered (None): its backward pass comes first
-        reshard_after_forward=None if unit is root else True,
-        mp_policy=precision,
-    )
-    # sum the gradients, do not average them: each process's loss is already its share of the whole batch
-    sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)
-    return sharded
-
-
-def _keep_residual_stream_wide(model: Any, device_type: str) -> None:
-    """Keep in float32 what a pass under autocast has in float32, although the weights have 16 bits."""
-    model.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.float())
-    if device_type == "cpu":  # there layer_norm takes no wider input than its weight; on CUDA autocast widens both
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm) and module.weight is not None:
-                module.register_forward_pre_hook(lambda norm, args: (args[0].to(norm.weight.dtype),))
 
 
 def _device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -29,7 +29,20 @@ class WandbTracker:
     def log(self, record: Record) -> None:
         """Add the numbers of a record."""
         if self._run is None:
-            self._run = self._init()
+            import wandb
+
+            assert self._start is not None
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                project=self._section.project,
+                group=self._start.run,
+                name=f"{self._start.run}-{self._start.lineage}",
+                config={**self._recipe, "lineage": self._start.lineage, "parent": self._start.parent},
+                dir=str(self._folder),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric("*", step_metric="step")
         # steps are a metric of their own: W&B's step must grow, and an evaluation is of an earlier step
         self._run.log({"step": record.step, **record.numbers})
 
@@ -38,20 +51,3 @@ class WandbTracker:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-    def _init(self) -> Any:
-        import wandb
-
-        assert self._start is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        run = wandb.init(
-            project=self._section.project,
-            group=self._start.run,
-            name=f"{self._start.run}-{self._start.lineage}",
-            config={**self._recipe, "lineage": self._start.lineage, "parent": self._start.parent},
-            dir=str(self._folder),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        run.define_metric("step", hidden=True)
-        run.define_metric("*", step_metric="step")
-        return run

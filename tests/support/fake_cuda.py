@@ -202,7 +202,7 @@ class Lookup:
     """In place of `LogprobModel`, for what comes after the model: log-probs are one look-up in the head."""
 
     def __init__(self, model: Any, **_kwargs: Any) -> None:
-        self._weight = model.get_output_embeddings().weight
+        self.model, self._weight = model, model.get_output_embeddings().weight
 
     @property
     def device(self) -> torch.device:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors.torch import load
+from tba_trainer.distributed.checkpoints import TeamCheckpoints
+from tba_trainer.learner.learner import TrainerState
+from tba_trainer.model.slices import Rows
 from torch import Tensor
 
 from tba.store import FileStore, ObjectStore
 from tba.wire.checkpoint_manifest import CheckpointManifest, decode_checkpoint_manifest, object_key
+from tests.support.waits import until
 
 
 def manifest_of(store: ObjectStore, key: str) -> CheckpointManifest:
@@ -16,6 +20,15 @@ def manifest_of(store: ObjectStore, key: str) -> CheckpointManifest:
     manifest = decode_checkpoint_manifest(store.get(f"{key}/manifest.json"), what=key)
     assert isinstance(manifest, CheckpointManifest)
     return manifest
+
+
+def save(checkpoints: TeamCheckpoints, state: TrainerState, rows: Rows) -> str:
+    """Write a checkpoint, all of it, and return its key."""
+    upload = checkpoints.begin(state, rows, known={}, in_background=False)
+    until("it is stored", lambda: upload.wait(0.1))
+    if upload.error is not None:
+        raise upload.error
+    return str(upload.key)
 
 
 def object_keys(store: ObjectStore, key: str, section: str = "") -> list[str]:

@@ -144,6 +144,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
 
     from tba.store import FileStore
     from tests.support.learner_values import make_state
+    from tests.support.stored_checkpoint import save
 
     folder = Path(job["folder"])
     _, learner, snapshots = build(recipe, team, folder=folder)
@@ -174,7 +175,7 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
             metrics.append(learner.gradients(batch, step=step, policy_ages=ages))
         learner.apply(step=step, lineage=1)
     canary, paths = _publish(snapshots, PolicyVersion(1, last), recipe, folder)
-    checkpoints.save(make_state(f"1-{last}", learner), learner.capture())
+    save(checkpoints, make_state(f"1-{last}", learner), learner.capture())
     result = {
         "metrics": metrics,
         "canary": canary,

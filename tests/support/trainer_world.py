@@ -11,13 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tba_trainer.trainer import train
 
-from tba.api import LedgerEntry, ResumeEntry
 from tba.config import Recipe
 from tba.errors import TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
-from tba_cli.reports.ledger import LedgerCheck, lineage_tree
 from tests.support.trainer_values import RecordedBuffer
 
 
@@ -55,32 +53,6 @@ class World:
 
     def tensors(self, version: str) -> dict[str, torch.Tensor]:
         return load_file(self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version).paths[0])
-
-    def ledger_violations(self) -> list[str]:
-        """Return what `tba ledger check` would find in the acks."""
-        buffer = self.buffer
-        tree = lineage_tree(buffer.parents)
-        active = {v.lineage: v.step for v in tree.ancestry(PolicyVersion(buffer.lineage, buffer.step))}
-        check = LedgerCheck(tree, lineage=buffer.lineage, step=buffer.step, has_rollout_ids=False)
-        for lineage, parent in buffer.parents.items():
-            check.take(
-                ResumeEntry(kind="resume", lineage=lineage, parent=parent, trainer_id="trainer-0", resumed_at_s=0.0)
-            )
-            for step, ack in [(step, ack) for number, step, ack in buffer.acks if number == lineage]:
-                entry = LedgerEntry(
-                    lineage=lineage,
-                    step=step,
-                    batch_id=f"batch-{lineage}-{step}",
-                    acked_at_s=0.0,
-                    num_rollouts=12,
-                    rollout_ids=[],
-                    metrics=ack.metrics,
-                    skipped=ack.skipped,
-                    refused=ack.refused,
-                    abandoned=step > active.get(lineage, -1),
-                )
-                check.take(entry)
-        return check.violations()
 
     def stop_after(self, step: int) -> None:
         """SIGTERM arrives once, while the step after `step` is drawn or runs."""

@@ -35,7 +35,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tests.support.learner_values import make_state
 from tests.support.model_families import make_family_model
-from tests.support.stored_checkpoint import manifest_of, object_keys
+from tests.support.stored_checkpoint import manifest_of, object_keys, save
 from tests.support.trainer_values import make_recipe
 from tests.support.trainer_world import World, at_put, raising
 from tests.support.waits import until
@@ -83,7 +83,7 @@ def store_of(folder: Path, layout: Layout | None = None) -> CheckpointStore:
     return CheckpointStore(FileStore(folder / "store"), "demo", folder=folder, max_bytes=MAX_BYTES, layout=layout)
 
 
-def save(folder: Path, sections: Sections, version: str, num: int = 1, known: str | None = None) -> str:
+def write(folder: Path, sections: Sections, version: str, num: int = 1, known: str | None = None) -> str:
     objects = []
     for index in range(num):
         layout = Layout(index, num)
@@ -124,7 +124,7 @@ def test_any_number_of_processes_reads_what_another_wrote(tmp_path: Path, monkey
     for writers in (1, 2, 3, 4):
         folder = tmp_path / str(writers)
         folder.mkdir()
-        key = save(folder, sections, "1-4", writers)
+        key = write(folder, sections, "1-4", writers)
         objects = manifest_of(FileStore(folder / "store"), key).objects
         for readers in (1, 2, 3, 4, 8):
             for index in range(readers):
@@ -181,7 +181,7 @@ def test_an_object_goes_with_the_last_that_names_it(tmp_path: Path, monkeypatch:
         version = PolicyVersion(1 + step // 4, step)
         sections = sections_of(step)
         sections["model"] = sections_of(rng.randrange(2))["model"]
-        save(tmp_path, sections, str(version), rng.choice([1, 2]), known=before)
+        write(tmp_path, sections, str(version), rng.choice([1, 2]), known=before)
         expected[version], before = sections, str(version)
     named = [key for version in expected for key in object_keys(store, f"runs/demo/checkpoints/{version}", "reference")]
     assert len(set(named)) < len(named)
@@ -214,13 +214,13 @@ def test_an_object_goes_with_the_last_that_names_it(tmp_path: Path, monkeypatch:
 
 def test_an_object_that_was_deleted_by_hand_is_written_again(tmp_path: Path) -> None:
     sections, store = sections_of(1), FileStore(tmp_path / "store")
-    lost = object_keys(store, save(tmp_path, sections, "1-1", 2), "reference")[0]
+    lost = object_keys(store, write(tmp_path, sections, "1-1", 2), "reference")[0]
     store.delete(lost)
-    assert_holds(store_of(tmp_path), save(tmp_path, sections, "1-2", 2, known="1-1"), Layout(), sections)
+    assert_holds(store_of(tmp_path), write(tmp_path, sections, "1-2", 2, known="1-1"), Layout(), sections)
 
 
 def test_what_a_manifest_of_a_newer_release_names_is_not_collected(tmp_path: Path) -> None:
-    key, store = save(tmp_path, sections_of(1), "1-1"), FileStore(tmp_path / "store")
+    key, store = write(tmp_path, sections_of(1), "1-1"), FileStore(tmp_path / "store")
     before = set(store.list("runs/demo/checkpoints/objects/"))
     store.put(f"{key}/manifest.json", b'{"schema_version": 3}')
     with pytest.raises(MalformedError, match="schema_version"):
@@ -231,7 +231,7 @@ def test_what_a_manifest_of_a_newer_release_names_is_not_collected(tmp_path: Pat
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_manifest_that_lacks_rows_is_refused(tmp_path: Path, rank: int) -> None:
-    key, store = save(tmp_path, sections_of(1), "1-1", 2), FileStore(tmp_path / "store")
+    key, store = write(tmp_path, sections_of(1), "1-1", 2), FileStore(tmp_path / "store")
     document = json.loads(store.get(f"{key}/manifest.json"))
     slices = [each["slices"] for each in document["objects"] if each["section"] == "model" and "d" in each["slices"]]
     assert [each["d"]["begin"] for each in slices] == [0, 8]
@@ -291,7 +291,7 @@ class Pair:
         return self.checkpoints.begin(make_state("1-1"), rows, known={}, in_background=in_background)
 
     def save(self, version: str) -> str:
-        return self.checkpoints.save(make_state(version), rows_of(self.sections, Layout(0, 2)))
+        return save(self.checkpoints, make_state(version), rows_of(self.sections, Layout(0, 2)))
 
     def at_follower_put(self, patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
         """Call `action` before every file that the follower puts into the store."""

@@ -201,7 +201,6 @@ def test_rollback_to_a_good_step(tmp_path: Path, model: Path, measured: Measured
     assert same(smooth.tensors("1-7"), bumpy.tensors("2-7"))
     assert buffer.beats[-1].gauges["rollbacks"] == 1.0
     assert buffer.beats[-1].gauges["alarms_non_finite"] == 1.0
-    assert bumpy.ledger_violations() == []
 
 
 def test_a_crash_after_a_rollback_to_the_start_forgets_nothing(world: World, model: Path, measured: Measured) -> None:
@@ -246,7 +245,6 @@ def test_too_many_rollbacks_without_a_checkpoint_fail(world: World, model: Path,
     assert world.buffer.parents == {1: "0-0", 2: "0-0", 3: "0-0"}
     assert world.buffer.state == "failed"
     assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(n, s) for n in (1, 2, 3) for s in (1, 2)]
-    assert world.ledger_violations() == []
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -108,14 +108,7 @@ def online_dpo(problem: Problem) -> Tensor:
 
 
 BASELINES: dict[str, Callable[[Problem], Tensor]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "dr_grpo_clamp": dr_grpo_clamp,
-    "rloo": rloo,
-    "proximal_rloo": proximal_rloo,
-    "ppo_clip": ppo_clip,
-    "reinforce": reinforce,
-    "online_dpo": online_dpo,
+    each.__name__: each for each in (grpo, dr_grpo, dr_grpo_clamp, rloo, proximal_rloo, ppo_clip, reinforce, online_dpo)
 }
 
 
@@ -192,12 +185,7 @@ def tba_prime_published(problem: Problem) -> Tensor:
 
 
 FIELD: dict[str, Callable[[Problem], Tensor]] = {
-    "dapo": dapo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "m2po": m2po,
-    "oapl": oapl,
-    "tba_prime_published": tba_prime_published,
+    each.__name__: each for each in (dapo, gspo, cispo, m2po, oapl, tba_prime_published)
 }
 
 

@@ -121,16 +121,11 @@ def test_placed_at_the_searcher_the_gradient_is_the_same(folder: Path, monkeypat
     assert found["kl_to_ref"] is not None
 
 
-def test_placed_at_the_searcher_a_rollout_without_a_value_of_the_starting_model_is_refused(folder: Path) -> None:
+def test_placed_at_the_searcher_any_other_reference_than_the_start_is_refused(folder: Path) -> None:
     reference = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"}).reference
     assert isinstance(reference, CarriedReference)
-    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
-        reference.logprobs(make_batch(0).rollouts)
-    with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
-        reference.logprobs(carrying(make_batch(0), [-1.0] * 12, PolicyVersion(1, 3)).rollouts)
-
-
-def test_placed_at_the_searcher_a_checkpoint_with_another_reference_is_refused(folder: Path) -> None:
-    reference = make_learner(folder, objective={"preset": "tb", "reference_placement": "searcher"}).reference
+    for batch in (make_batch(0), carrying(make_batch(0), [-1.0] * 12, PolicyVersion(1, 3))):
+        with pytest.raises(MalformedError, match=r"carries no ref log-prob of the starting model"):
+            reference.logprobs(batch.rollouts)
     with pytest.raises(ConfigError, match=r"the checkpoint's reference is version 1-50, .* set it back"):
         reference.load({}, PolicyVersion(1, 50))

@@ -105,16 +105,6 @@ class TeamCheckpoints(CheckpointStore):
         assert part is not None
         return Upload(self, state, part, in_background=in_background, is_staged=is_staged)
 
-    def save(self, state: TrainerState, rows: Rows) -> str:
-        """Write a checkpoint, all of it, and return its key."""
-        upload = self.begin(state, rows, known={}, in_background=False)
-        while not upload.wait(_POLL_S):
-            pass
-        if upload.error is not None:
-            raise upload.error
-        assert upload.key is not None
-        return upload.key
-
     def load(self, key: str) -> Checkpoint:
         """See `CheckpointStore.load`. The followers keep their rows for `Learner.restore`.
 

@@ -140,7 +140,7 @@ ENDS = {"done": "done", "fail": "failed"}
 
 
 @pytest.mark.parametrize("act", ["a version", "an evaluation", *ENDS])
-def test_a_held_request_is_answered_at_once_by(serve_buffer: ServeBuffer, act: str) -> None:
+def test_a_held_request_is_answered_at_once_by(serve_buffer: ServeBuffer, act) -> None:
     buffer = serve_buffer(sampling=FLOW)
     lineage = fill(client := buffer.client())
     if act == "a version":

@@ -63,43 +63,32 @@ def test_a_run_that_is_over_needs_none(state: RunState) -> None:
 # ---- The view that a buffer process has of the live settings in Redis -----------------------------------------------
 
 
-class SlowFirst:
-    """Redis whose first answer comes long after it was made."""
+class Answers:
+    """Redis with these answers, the first of which comes long after it was made."""
 
-    def __init__(self) -> None:
-        self.num_calls = 0
+    def __init__(self, *answers: dict[bytes, bytes]) -> None:
+        self.answers, self.is_first = list(answers), True
 
     async def hgetall(self, name: str) -> dict[bytes, bytes]:
-        self.num_calls += 1
-        revision = self.num_calls
-        for _ in range(50 if revision == 1 else 0):
+        answer, is_first, self.is_first = self.answers.pop(0), self.is_first, False
+        for _ in range(50 if is_first else 0):
             await asyncio.sleep(0)
-        return {b"revision": b"%d" % revision, b"value:beta": b"0.%d" % revision}
-
-
-class Holds:
-    """Redis with a hash."""
-
-    def __init__(self, fields: dict[bytes, bytes]) -> None:
-        self.fields = fields
-
-    async def hgetall(self, name: str) -> dict[bytes, bytes]:
-        return self.fields
+        return answer
 
 
 KEYS: Any = SimpleNamespace(settings="settings")
 
 
 def test_an_answer_that_comes_late_does_not_put_an_older_revision_back() -> None:
-    context: Any = SimpleNamespace(redis=SlowFirst(), keys=KEYS, recipe=make_recipe("model"))
+    redis = Answers(*({b"revision": b"%d" % n, b"value:beta": b"0.%d" % n} for n in (1, 2)))
+    context: Any = SimpleNamespace(redis=redis, keys=KEYS, recipe=make_recipe("model"))
 
     async def both() -> Settings:
         settings = Settings(context)
         await asyncio.gather(settings.load(), settings.load())
         return settings
 
-    settings = asyncio.run(both())
-    assert settings.revision == 2
+    assert asyncio.run(both()).revision == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ def test_an_answer_that_comes_late_does_not_put_an_older_revision_back() -> None
     ],
 )
 def test_a_stored_value_that_this_release_cannot_read_is_one_sentence(value: bytes, message: str) -> None:
-    redis: Any = Holds({b"revision": b"3", b"value:beta": value})
+    redis: Any = Answers({b"revision": b"3", b"value:beta": value})
     with pytest.raises(ConfigError, match=rf"live settings \(revision 3\) .* cannot read: .*{message}") as caught:
         asyncio.run(read_settings(redis, KEYS, make_recipe("model")))
     assert "\n" not in str(caught.value)

@@ -10,6 +10,8 @@ import pytest
 from tba_buffer.monitoring.summary import CURVE_NAMES, REMEDY_OF_WAIT, summarise
 
 from tba.api import ComponentInfo, Curves, EvalInfo, FailedReason, RunInfo, RunSummary, Stats, StoredStats, WaitInfo
+from tests.support.history_values import run_info
+from tests.support.history_values import stats as make_stats
 
 OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
@@ -20,33 +22,12 @@ def component(name: str, kind: str = "searcher", **changes: Any) -> ComponentInf
 
 
 def run(**changes: Any) -> RunInfo:
-    values: dict[str, Any] = {
-        "run": "test",
-        "state": "running",
-        "state_reason": None,
-        "step": 40,
-        "num_steps": 500,
-        "lineage": 1,
-        "parents": {},
-        "latest_version": "1-40",
-        "checkpoint": None,
-        "checkpoint_key": None,
-        "components": [component("trainer-1", "trainer", state="training"), component("searcher-0")],
-        "waits": [],
-        "evals": [],
-    }
-    return RunInfo(**{**values, **changes})
+    working = [component("trainer-1", "trainer", state="training"), component("searcher-0")]
+    return run_info(**{"step": 40, "num_steps": 500, "components": working, **changes})
 
 
 def stats(**changes: Any) -> Stats:
-    counts = dict.fromkeys(
-        ("num_rollouts", "num_scored", "num_pending", "num_failed", "num_prompts_train", "num_prompts_heldout"), 0
-    )
-    counts |= dict.fromkeys(("num_prompts_seen", "payload_bytes", "log_position", "num_publications"), 0)
-    counts |= dict.fromkeys(("rollouts_generated", "rollouts_drawn", "rollouts_trained"), 0)
-    maps = {name: {} for name in ("pushed", "refused", "evicted", "leases", "slots", "policy_age_histogram")}
-    nothing = dict.fromkeys(("samples_per_insert", "realised_most_on_policy", "mean_reward_recent"))
-    return Stats(run="test", **{**counts, **maps, **nothing, **changes})
+    return make_stats().model_copy(update=changes)
 
 
 def curves(**values: list[float | None]) -> Curves:

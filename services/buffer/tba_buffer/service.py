@@ -209,7 +209,7 @@ class Buffer:
         problem = self.writer.refuse_reason or self.view.problem
         return problem or self._upkeep_problem
 
-    async def run_info(self) -> RunInfo:
+    async def run_info(self, *, with_summary: bool = False) -> RunInfo:
         """Return the run, its components, waits and evaluations."""
         fields = await self.run_state.read_fields()
         components, waits = await self.components.read()
@@ -221,7 +221,7 @@ class Buffer:
             had_trainer=fields.lineage > 0,
             watched_s=time.monotonic() - self._began_s,
         )
-        return RunInfo(
+        info = RunInfo(
             run=self.context.run,
             state=fields.state,
             state_reason=fields.reason,
@@ -249,14 +249,12 @@ class Buffer:
             origin=await self.snapshots.origin(),
             searchers=await self.scaling.searchers(fields.state, components),
         )
-
-    async def run_with_summary(self) -> RunInfo:
-        """Return the run with its summary."""
+        if not with_summary:
+            return info
         # at other temperatures than the policy's the effective sample size says nothing of old data
         hidden = {"ess"} if self.context.recipe.samples_at_other_temperatures else set[str]()
         names = ",".join(name for name in CURVE_NAMES if name not in hidden)
         curves = await self.curves.read(names=names, max_points=NUM_POINTS)
-        info = await self.run_info()
         return info.model_copy(update={"summary": summarise(info, await self.stats.read(), curves)})
 
     def _component(self) -> ComponentInfo:
@@ -285,7 +283,9 @@ class Buffer:
         await self.catalog.reload()
         await self.lineages.load()
         await self.settings.load()
-        self.scoring_worker.forget_positions()
+        # what is kept by log position: after a loss, Redis gives positions to other rollouts
+        self.scorer.forget_positions()
+        self.rescore_jobs.forget()
 
     async def _keep_up(self) -> None:
         problem = None

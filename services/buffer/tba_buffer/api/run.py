@@ -70,8 +70,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
             raise ForbiddenError(f"role {role!r} sends heartbeats of kind {_KINDS[role][0]!r}, not {beat.kind!r}")
         await buffer.components.beat(beat)
         # trainers only, since a false claim would stop the run; `beat` has refused those of another run
-        if heard and beat.kind == "trainer":
-            await buffer.recovery.check_claim(heard)
+        if heard and beat.kind == "trainer" and await buffer.context.losses.check_claim(heard):
+            await buffer.context.durability.check()
         # the trainer keeps it and sends it with its next heartbeat, perhaps to the next start of the buffer
         if (acknowledged := buffer.context.losses.claim) is not None:
             response.headers[ACKNOWLEDGED_HEADER] = acknowledged
@@ -80,10 +80,9 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def run(request: Request, summary: bool = False) -> RunInfo:
         """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
         sentences what it does, how it learns, what waits for what, and what to try."""
-        if not summary:
-            return await buffer.run_info()
-        auth.check(request.headers.get("authorization", ""), ("viewer",))
-        return await buffer.run_with_summary()
+        if summary:
+            auth.check(request.headers.get("authorization", ""), ("viewer",))
+        return await buffer.run_info(with_summary=summary)
 
     @api.get("/run/changes", operation_id="run_changes", dependencies=auth.only("viewer", "trainer"))
     async def run_changes(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> RunChanges:

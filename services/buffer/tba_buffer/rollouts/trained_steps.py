@@ -7,7 +7,7 @@ newest MAX_TRAINED_STEPS. Nothing but GET /v1/rollouts/{rollout_id} reads them: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -52,21 +52,6 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
             if at % ID_BYTES == 0:  # else the end of an id and the beginning of the next one
                 yield at // ID_BYTES
             at = self.rollout_ids.find(rollout_id, at + 1)
-
-    def trained(self, row: int, history: Mapping[int, int]) -> TrainedStep:
-        """Return what the step made of one rollout.
-
-        Args:
-            history: lineage -> its last step in the history of the active lineage.
-        """
-        return TrainedStep(
-            version=str(self.version),
-            at_s=self.acked_at_s,
-            advantage=_number(self.advantages, row),
-            weight=_number(self.weights, row),
-            skipped=self.skipped,
-            abandoned=self.step > history.get(self.lineage, -1),
-        )
 
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepRecord)
@@ -143,5 +128,16 @@ class TrainedSteps:
         # read behind the records: a history that is older than they are would call new steps abandoned
         history = self._lineages.history((await RunHash.read(self._context)).lineage)
         found = [(record, rows) for record, rows in reversed(rows_of.values()) if record is not None]
-        steps = [record.trained(row, history) for record, rows in found for row in rows]
+        steps = [
+            TrainedStep(
+                version=str(record.version),
+                at_s=record.acked_at_s,
+                advantage=_number(record.advantages, row),
+                weight=_number(record.weights, row),
+                skipped=record.skipped,
+                abandoned=record.step > history.get(record.lineage, -1),
+            )
+            for record, rows in found
+            for row in rows
+        ]
         return steps, str(next(reversed(rows_of))) if rows_of else None

@@ -62,11 +62,6 @@ class LossRecovery:
             await context.durability.check()
             context.notify_all()
 
-    async def check_claim(self, claim: str) -> None:
-        """Compare what a trainer heard last, perhaps from an earlier start of the buffer, with what Redis had."""
-        if await self._context.losses.check_claim(claim):
-            await self._context.durability.check()
-
     async def _compare(self) -> str | None:
         """Return what Redis has lost; part of each durability check."""
         losses = self._context.losses

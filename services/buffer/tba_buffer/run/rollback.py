@@ -45,15 +45,16 @@ class Rollbacks:
         self._lineages = lineages
         self._open_store = open_store
 
-    async def checkpoints(self) -> list[PolicyVersion]:
+    async def checkpoints(self, run: RunHash | None = None) -> list[PolicyVersion]:
         """Return the complete checkpoints that the active lineage wrote or descends from and keeps, newest first.
+
+        Args:
+            run: names lineage and kept checkpoints; None: as it is now.
 
         Raises:
             UnavailableError: Redis or the object store did not answer.
         """
-        return await self._offered(await RunHash.read(self._context))
-
-    async def _offered(self, run: RunHash) -> list[PolicyVersion]:
+        run = run or await RunHash.read(self._context)
         history, kept = self._lineages.history(run.lineage), run.checkpoints_kept
         prefix = checkpoint_prefix(self._context.run)
         try:
@@ -75,7 +76,7 @@ class Rollbacks:
         """
         for _ in range(_MOST_LISTINGS):
             run = await RunHash.read(self._context)
-            found = await self._offered(run)
+            found = await self.checkpoints(run)
             version = next((version for version in found if version.step <= request.step), None)
             # also without a checkpoint: the script knows the state of the run, and a request that was answered before
             to, now = None if version is None else str(version), self._context.clock()

@@ -52,11 +52,6 @@ class ScoringWorker:
         """Start the task; the index must be built."""
         self._task = asyncio.create_task(self._run(), name="scorer")
 
-    def forget_positions(self) -> None:
-        """Forget what is kept by log position: after a loss, Redis gives positions to other rollouts."""
-        self._scorer.forget_positions()
-        self._rescore_jobs.forget()
-
     async def stop(self) -> None:
         """Stop; requests without an answer are made again after the next start."""
         self._stopping.set()  # not cancel: a command that redis-py has begun may swallow the cancellation

@@ -141,15 +141,26 @@ class Scaling:
 
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> ScalingInfo:
         """Return the searchers, and the changes after a revision, oldest first."""
-        desired, fields = await self._read(), await self._run_state.read_fields()
+        fields = await self._run_state.read_fields()
         components, _ = await self._components.read()
+        searchers = await self.searchers(fields.state, components)
         key = self._context.keys.scaling_changes
         changes, more = await read_lines(self._context, key, ScaleAudit, after=after, limit=limit)
-        return ScalingInfo(searchers=self._shown(desired, fields.state, components), changes=changes, next=more)
+        return ScalingInfo(searchers=searchers, changes=changes, next=more)
 
     async def searchers(self, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
         """Return the searchers, as GET /v1/run shows them."""
-        return self._shown(await self._read(), state, components)
+        desired = await self._read()
+        num, source = self._target(desired, state)
+        return SearchersInfo(
+            revision=desired.revision,
+            desired=num,
+            source=source,
+            # those that send heartbeats and have not reported that they end
+            alive=sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components),
+            backend=self._section.backend,
+            note=self._note(desired, state),
+        )
 
     async def desired(self, state: RunState) -> int | None:
         """Return the desired number of searchers; None: not known here."""
@@ -180,18 +191,6 @@ class Scaling:
 
     def _is_released(self, state: RunState) -> bool:
         return self._deployment is not None and self._section.scale_down_on_run_end and state in OVER
-
-    def _shown(self, desired: DesiredSearchers, state: RunState, components: Sequence[ComponentInfo]) -> SearchersInfo:
-        num, source = self._target(desired, state)
-        return SearchersInfo(
-            revision=desired.revision,
-            desired=num,
-            source=source,
-            # those that send heartbeats and have not reported that they end
-            alive=sum(item.kind == "searcher" and item.alive and item.state not in ENDED for item in components),
-            backend=self._section.backend,
-            note=self._note(desired, state),
-        )
 
     def _note(self, desired: DesiredSearchers, state: RunState) -> str | None:
         if self._problem is not None:

@@ -18,15 +18,13 @@ from tba.api import (
     ScaleRequest,
     SettingsRequest,
 )
+from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import BusyError, ConflictError, FencedError, NotFoundError, UnauthorizedError
 from tba.wire import encode_push
 from tests.support.buffer import make_payloads, make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.waits import until
-
-# ---- Bearer tokens --------------------------------------------------------------------------------------------------
-
 
 TOKENS = {role: f"{role}-token-0123456789" for role in ("searcher", "trainer", "operator", "viewer")}
 
@@ -76,10 +74,20 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
             assert passed == (role in allowed), f"{role} and {name}"
 
 
-def test_a_trainer_pauses_with_the_valid_token_only_and_an_operator_without(serve_buffer: ServeBuffer) -> None:
+def test_a_trainer_changes_a_run_with_the_valid_token_only_and_an_operator_without(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(tokens=TOKENS)
     trainer, operator = (buffer.client(token=TOKENS[role]) for role in ("trainer", "operator"))
     lineage = start_lineage(trainer)
+
+    def change(client: BufferClient, token: str | None = None) -> str:
+        request = SettingsRequest(settings=parse_live({"beta": 1}), token=token)
+        return client.change_settings(request).changes[0].role
+
+    with pytest.raises(UnauthorizedError, match="fencing token"):
+        change(trainer)
+    with pytest.raises(FencedError, match="newer trainer start"):
+        change(trainer, "stale")
+    assert (change(trainer, lineage.token), change(operator)) == ("trainer", "operator")
     with pytest.raises(UnauthorizedError, match="'pause' with its fencing token only; send `token`"):
         trainer.command("pause", RunCommand())
     with pytest.raises(FencedError, match="newer trainer start"):
@@ -95,9 +103,6 @@ def test_no_token_and_a_wrong_token_are_refused(serve_buffer: ServeBuffer) -> No
     for token in (None, "guess"):
         with pytest.raises(UnauthorizedError, match="bearer token"):
             buffer.client(token=token).run()
-
-
-# ---- Pushes under way are bounded in bytes --------------------------------------------------------------------------
 
 
 LIMIT = 20_000

@@ -48,9 +48,6 @@ def waited(buffer: BufferThread, name: str) -> float:
     return values(buffer.url, "tba_trainer_wait_seconds_total")[(name,)]
 
 
-# ---- how long trainers waited ---------------------------------------------------------------------------------------
-
-
 def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeats(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     client = buffer.client()
@@ -91,9 +88,6 @@ def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer)
     assert sum(counted.values()) == 2.0 * len(names)
 
 
-# ---- how long components were there ------------------------------------------------------------------------------
-
-
 def test_the_time_of_components_is_counted_over_restarts(serve_buffer: ServeBuffer) -> None:
     settings = {"HEARTBEAT_TIMEOUT_S": 1000.0}
     buffer = serve_buffer(buffer=settings)
@@ -126,9 +120,6 @@ def test_the_time_of_components_is_counted_over_restarts(serve_buffer: ServeBuff
     later(client, 200.0)
     beats("t")  # it was heard of before the restart
     assert client.stats().component_seconds["trainer"] >= found.component_seconds["trainer"] + 200
-
-
-# ---- components -----------------------------------------------------------------------------------------------------
 
 
 def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:
@@ -214,9 +205,6 @@ def test_heartbeats_of_another_run_or_under_the_id_of_another_kind_are_refused(s
     assert [item for item in client.run().components if item.kind == "searcher"] == []
 
 
-# ---- the reward service ---------------------------------------------------------------------------------------------
-
-
 def test_the_reward_service_is_a_component_with_its_reason(
     serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,9 +288,6 @@ def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays
     assert waited(buffer, "rollouts") == 13.0
 
 
-# ---- fields that may not change -------------------------------------------------------------------------------------
-
-
 def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
     constants = buffer.client().run().constants
@@ -310,9 +295,6 @@ def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer)
     assert constants["model.policy_temperature"] == 1.0
     assert constants.keys() >= {"model.path", "model.dtype", "model.lora", "store.url"}
     assert not any("redis" in key or "token" in key for key in constants)
-
-
-# ---- the bound of their number and size ----------------------------------------------------------------------------
 
 
 def raw_beat(

@@ -49,9 +49,6 @@ def append(redis: RedisProcess, *lines: str) -> None:
             direct.rpush(KEYS.ledger, text)
 
 
-# ---- Over HTTP ------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_is_in_the_curves_as_soon_as_it_is_acked(serve_buffer: ServeBuffer) -> None:
     client = filled(serve_buffer)
     first = start_lineage(client)
@@ -116,9 +113,6 @@ def test_a_damaged_line_is_an_error_with_its_number(serve_buffer: ServeBuffer, r
     for _ in range(2):
         status, answer = ask(client.base_url, "/v1/curves")
         assert (status, b"the field line 2 of tba:test:ledger in Redis cannot be read" in answer) == (503, True)
-
-
-# ---- The reader -----------------------------------------------------------------------------------------------------
 
 
 class World:

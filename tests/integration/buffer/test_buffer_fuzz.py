@@ -22,9 +22,6 @@ from tests.support.buffer_fixtures import BufferThread
 from tests.support.fuzz import fuzz, load_schema, operations
 from tests.support.redis_process import RedisProcess
 
-# ---- Requests made from the OpenAPI document of the buffer ----------------------------------------------------------
-
-
 DOCUMENT = build_app(make_recipe(), None).openapi()
 SCHEMA = load_schema(DOCUMENT)
 NUM_STORED = 40
@@ -94,9 +91,6 @@ def test_every_answer_is_documented_and_every_error_is_a_problem(world: World, p
     assert (after.num_rollouts, after.payload_bytes) == (before.num_rollouts, before.payload_bytes)
     assert after.num_rollouts == NUM_STORED
     assert world.client.get_rollout(world.values["rollout_id"]).rollout_id == world.values["rollout_id"]
-
-
-# ---- POST /v1/rollouts against bytes that were damaged --------------------------------------------------------------
 
 
 MAX_BODY_BYTES = 4096

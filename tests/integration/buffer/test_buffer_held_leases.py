@@ -186,9 +186,6 @@ def test_many_requests_at_once_hold_no_more_places_than_there_are(serve_buffer: 
         client.command("done", RunCommand(token=lineage.token, reason="test"))
 
 
-# ---- what a request finds where there is no room --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wait_s", [0.0, 1.0])
 def test_leases_of_a_dead_searcher_expire_where_they_fill_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
     """Else the trainer would wait for rollouts, and every searcher for the trainer, for ever."""

@@ -28,9 +28,6 @@ from tests.support.waits import until
 KEYS = Keys("test")
 
 
-# ---- numbers that are too large are refused ------------------------------------------------------------------------
-
-
 EXTREME_ROLLOUTS: dict[str, dict[str, Any]] = {
     "reward": {"reward": 1e308},
     "reward below": {"reward": -1e16},
@@ -81,9 +78,6 @@ def test_a_huge_reward_of_a_scorer_is_a_failure_of_its_item_and_never_a_reward(
         "nan": (None, "not_finite"),
     }
     read_everything(client.base_url)
-
-
-# ---- stored rollouts that cannot be read fail alone ----------------------------------------------------------------
 
 
 def store(server: RedisProcess) -> Redis:

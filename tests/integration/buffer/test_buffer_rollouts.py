@@ -20,8 +20,6 @@ from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import draw, make_step
 from tests.support.redis_process import RedisProcess
 
-# ---- GET /v1/rollouts over real HTTP: orders, filters, pages that stay right while rollouts come and go, one rollou
-
 
 @pytest.fixture
 def buffer(serve_buffer: ServeBuffer) -> BufferThread:

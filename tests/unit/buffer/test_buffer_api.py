@@ -14,9 +14,6 @@ from tba.api import CheckpointRequest, Lease, LeaseReply, LeaseRequest, LineageR
 from tba.api.prompts import MAX_DATA_LEVELS
 from tba.fields import MAX_DIGITS, control_character_error
 
-# ---- REST bodies refuse what could not be stored or sent on ---------------------------------------------------------
-
-
 TOO_LONG = 10**MAX_DIGITS
 
 

@@ -11,8 +11,6 @@ from tba_buffer.monitoring.stats import VERSIONS_SHOWN, WINDOW_S, RateWindow, st
 from tba.versions import PolicyVersion
 from tests.support.index_values import Item, make_added, make_evicted, make_index
 
-# ---- Stored rollouts, in detail, against a count by hand ------------------------------------------------------------
-
 
 def test_deciles_are_of_the_scored_rollouts_that_are_still_stored() -> None:
     index = make_index(make_added(1, [*(Item(reward=float(i)) for i in range(11)), Item(status="pending")]))
@@ -33,9 +31,6 @@ def test_only_the_newest_versions_are_named_and_the_rest_is_counted() -> None:
 
 def test_an_empty_buffer_has_no_deciles() -> None:
     assert stored_stats(make_index()).reward_deciles is None
-
-
-# ---- Rates come from cumulative counts ------------------------------------------------------------------------------
 
 
 def counts(generated: int = 0, evicted: int = 0, drawn: int = 0, trained: int = 0) -> dict[str, int]:
@@ -78,9 +73,6 @@ def test_counts_of_another_redis_give_no_negative_rate() -> None:
     window = RateWindow()
     window.add(0.0, counts(100))
     assert window.rates(10.0, counts(3)) is None
-
-
-# ---- Labels of metrics stay few, whatever names the components send -------------------------------------------------
 
 
 def test_rare_waits_are_counted_together() -> None:

@@ -16,9 +16,6 @@ from tba.errors import BadRequestError
 from tba.versions import START, PolicyVersion
 from tests.support.index_values import Item, make_added, make_evicted, make_index, rollout_id_at
 
-# ---- Pages over an index --------------------------------------------------------------------------------------------
-
-
 STATUSES = ("scored", "pending", "failed")
 
 VERSIONS = (START, PolicyVersion(1, 1), PolicyVersion(1, 2))
@@ -131,9 +128,6 @@ def test_a_rollout_is_found_by_its_id_while_it_lives() -> None:
     index.apply(make_evicted(6, [1, 3]))
     found = {position: len(index.row_of(rollout_id_at(position))) for position in (1, 2, 3, 4, 9)}
     assert found == {1: 0, 2: 1, 3: 0, 4: 1, 9: 0}
-
-
-# ---- Cursors --------------------------------------------------------------------------------------------------------
 
 
 @given(

@@ -17,8 +17,6 @@ from tba.api import ComponentInfo, RunState
 from tba.errors import ConfigError
 from tests.support.trainer_values import make_recipe
 
-# ---- A reader of a run without a trainer sees that ------------------------------------------------------------------
-
 
 def trainer(component_id: str, age_s: float, kind: str = "trainer") -> ComponentInfo:
     return ComponentInfo(
@@ -58,9 +56,6 @@ def test_none_that_ever_came_and_one_that_is_forgotten_are_told_apart() -> None:
 @pytest.mark.parametrize("state", ["done", "failed"])
 def test_a_run_that_is_over_needs_none(state: RunState) -> None:
     assert note(trainer("t-1", 900.0), state=state) is None
-
-
-# ---- The view that a buffer process has of the live settings in Redis -----------------------------------------------
 
 
 class Answers:

@@ -15,8 +15,6 @@ from tba.clients import RewardClient
 from tba.errors import BadRequestError, UnavailableError
 from tests.support.buffer import make_rollout
 
-# ---- From a request to the reward service to one score per item -----------------------------------------------------
-
 
 class Client:
     """Scores an item with its number; refuses requests with more than `most` items, and those with `poison`."""
@@ -85,9 +83,6 @@ def test_a_failed_rollout_has_no_reward_and_remembers_which_version_scored_it_la
     assert make_rollout(reward=None).with_failure("x").reward_version is None
     again = failed.with_reward(2.0, "v2")
     assert (again.reward, again.reward_status, again.reward_reason, again.reward_version) == (2.0, "scored", None, "v2")
-
-
-# ---- The counts of a re-scoring job, chunk by chunk -----------------------------------------------------------------
 
 
 JOB = RescoreInfo(state="running", task=None, only="all", started_at_s=0.0, start_position=100, num_total=10)

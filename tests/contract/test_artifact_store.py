@@ -97,12 +97,6 @@ def test_damage_in_the_store_is_not_believed(
         artifacts.push("model", "tiny", model)
 
 
-def test_a_pipe_in_a_folder_is_refused_and_not_read(artifacts: ArtifactStore, model: Path) -> None:
-    os.mkfifo(model / "pipe")
-    with pytest.raises(ConfigError, match="pipe is not a file that can be pushed"):
-        artifacts.push("model", "tiny", model)
-
-
 def test_a_pull_fetches_what_is_missing_and_touches_nothing_else(
     artifacts: ArtifactStore, model: Path, tmp_path: Path
 ) -> None:
@@ -154,13 +148,16 @@ def test_pickles_and_caches_are_left_out_and_said(
     assert "left out .cache/x, pytorch_model.bin" in said[0]
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty"])
-def test_what_is_no_whole_folder_is_not_pushed(artifacts: ArtifactStore, tmp_path: Path, what: str) -> None:
-    folder = tmp_path / what
-    if what == "empty":
-        folder.mkdir()
-    with pytest.raises(ConfigError, match=r"is not a folder|no file that can be pushed"):
-        artifacts.push("model", "tiny", folder)
+def test_what_is_no_whole_folder_is_not_pushed(artifacts: ArtifactStore, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(model / "pipe")
+    for folder, says in (
+        (tmp_path / "nothing", "is not a folder"),
+        (tmp_path / "empty", "no file that can be pushed"),
+        (model, "pipe is not a file that can be pushed"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            artifacts.push("model", "tiny", folder)
 
 
 def test_a_pull_waits_for_the_push(

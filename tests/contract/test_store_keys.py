@@ -185,18 +185,6 @@ def test_the_limit_of_the_container_bounds_the_heap(tmp_path: Path) -> None:
     assert SERVE["memory_limit_bytes"](files) == 1 << 30
 
 
-def test_the_keys_lie_in_a_folder_of_the_owner_alone(tmp_path: Path) -> None:
-    """A name that others know could be a link of theirs."""
-    server = S3Server(tmp_path)
-    server.start()
-    try:
-        (keys,) = tmp_path.rglob("identities.json")
-        assert keys.parent != tmp_path
-        assert keys.parent.stat().st_mode & 0o077 == 0
-    finally:
-        server.kill()
-
-
 def plain(server: S3Server, method: str, path: str, headers: dict[str, str] | None = None) -> int:
     """Return the status of a request without keys."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

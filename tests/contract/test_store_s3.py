@@ -267,6 +267,11 @@ def test_what_was_written_survives_a_killed_server(tmp_path: Path, s3_server: S3
         assert store.get("a") == b"1"
         with pytest.raises(ObjectExistsError):
             store.put("a", b"2", create_only=True)
+        folders = [keys.parent for keys in (tmp_path / "server").rglob("identities.json")]
+        assert folders
+        # a name that others know could be a link of theirs
+        assert tmp_path / "server" not in folders
+        assert [folder for folder in folders if folder.stat().st_mode & 0o077] == []
         assert {path.name for path in (tmp_path / "server").rglob("*.sock")} == {"filer.sock", "s3.sock"}
         files = {path.name for path in (tmp_path / "server/objects").glob("*.dat")}
         with (tmp_path / "server/objects/lock").open("wb") as lock, pytest.raises(BlockingIOError):

@@ -32,13 +32,10 @@ def test_nothing_is_lost_doubled_or_left_behind(evidence: Evidence) -> None:
 
 def test_the_searchers_follow_the_plan(evidence: Evidence) -> None:
     numbers = figures(evidence)
-    assert numbers["searchers_ever"] == 12
-    assert numbers["vanished"] == 2
-    assert numbers["drained"] == 10
-    assert numbers["stored"] >= 200
-    assert numbers["pending_at_the_end"] == 0
-    assert numbers["versions"] >= 3
-    assert numbers["evaluations_done"] >= 1
+    exact = {"searchers_ever": 12, "vanished": 2, "drained": 10, "pending_at_the_end": 0}
+    assert {name: numbers[name] for name in exact} == exact
+    at_least = {"stored": 200, "versions": 3, "evaluations_done": 1}
+    assert [name for name, least in at_least.items() if numbers[name] < least] == []
     assert numbers["weight_loads"] > 12, "no searcher took a new version in flight"
     assert evidence.seen.num_looks >= 3
     assert numbers["push_p99_ms"] >= numbers["push_p50_ms"] > 0

@@ -55,20 +55,14 @@ def _skip(bench: Bench, found: Findings) -> None:
 
 
 def test_every_end_of_a_check_is_told_with_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ModuleType("made")
+    module = ModuleType("made")
     functions = {"timed out": _hang, "failed": _fail, "crashed": _crash, "skipped": _skip}
     for function in functions.values():
-        setattr(made, function.__name__, function)
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_bench.made", made)
+        setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_bench.made", module)
     checks = [
-        Check(
-            name=status,
-            part="run",
-            about="",
-            function=f"made.{function.__name__}",
-            deadline_s=3 if function is _hang else 60,
-        )
-        for status, function in functions.items()
+        Check(name=name, part="run", about="", function=f"made.{made.__name__}", deadline_s=3 if made is _hang else 60)
+        for name, made in functions.items()
     ]
     bench = Bench(device="cpu", kind="smoke", folder=tmp_path)
     path = tmp_path / "lines.jsonl"

@@ -157,6 +157,7 @@ TWO = {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2}
         ({"run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
         ({"data": {}}, "give exactly one of `generator`"),
         ({"data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+        ({"eval": {"published": {"greedy": False}}}, "nothing would be generated"),
         ({"eval": {"pass_at": [2]}}, "eval: pass_at holds 2, and there are 1 samples"),
         (
             {"objective": {"preset": "tb", "reference_reset_steps": 5}},

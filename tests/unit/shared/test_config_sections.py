@@ -12,7 +12,6 @@ from tba.clients import BufferClient
 from tba.config import LIVE_NAMES, LiveSettings, ObjectiveSection, Recipe, Schedule, parse_live, parse_recipe, with_live
 from tba.config.live_settings import RECIPE_KEYS
 from tba.config.objective import FAMILY, PRESETS, Anchor
-from tba.config.searcher import SearcherSection
 from tba.config.sections import StoreSection
 from tba.errors import ConfigError
 from tba.store import open_store
@@ -42,8 +41,31 @@ DISTORTED: list[tuple[dict[str, Any], str]] = [
 FALLING = {"kind": "linear", "value": 0.1, "steps": 100}
 ONE_ROLLOUT = {"group_size": 1, "prompts_per_batch": 1}
 COLD, WARM = {"sampling_temperature": 0.7}, {"sampling_temperature": 1.0}
+HOT_MODEL = {"path": "m", "policy_temperature": 2.5}
 COLD_MODEL = {"path": "m", "policy_temperature": 0.7}
 PUBLISHED = {"preset": "tba_prime_published", "anchor": "fixed"}
+
+
+SKIPS = {"guards": {"ess_collapse": {"action": "skip"}}}
+"""The effective sample size of N rollouts is at least 1, so its share is at least 1 / N."""
+SEARCHERS: list[tuple[dict[str, Any], str]] = [
+    ({"top_p": 0.0}, r"searcher\.top_p.* has the value 0\.0"),
+    ({"top_p": 1.1}, r"searcher\.top_p.* has the value 1\.1"),
+    ({"top_k": -1}, r"searcher\.top_k.* has the value -1"),
+    ({"temperature_mix": {"low": 0.0, "high": 1.0}}, r"temperature_mix\.low.* has the value 0\.0"),
+    ({"temperature_mix": {"low": 1.0, "high": 101.0}}, r"temperature_mix\.high.* has the value 101"),
+    ({"temperature_mix": {"low": 1.0, "high": 1.0}}, r"low 1 must be below high 1"),
+    ({"temperature_mix": {"low": 1.0}}, r"'searcher\.temperature_mix\.high' is missing"),
+    (
+        {"temperature_mix": {"low": 0.7, "high": 1.3}, "sampling_temperature": 0.9},
+        "takes the place of sampling_temperature, and both are given",
+    ),
+    ({"engine": "vllm", "sampling_temperature": 2.5}, "sampling_temperature reaches 2.5, and vLLM samples at most"),
+    ({"engine": "vllm", "temperature_mix": {"low": 1.0, "high": 3.0}}, "temperature_mix reaches 3, and vLLM"),
+    ({"tasks": {"a": {"min_response_tokens": 65}}}, "is 65, above max_response_tokens 64"),
+    ({"tasks": {"a": {"stop": [""]}}}, r"searcher\.tasks\.a\.stop\.0"),
+    ({"tasks": {"a": {"stops": ["x"]}}}, r"unknown key 'searcher\.tasks\.a\.stops'"),
+]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -111,8 +133,14 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
         ({"preset": "kimi"}, {"searcher": COLD}, r"\(preset kimi\).* is 0\.7 and .*temperature is 1,"),
         ({"preset": "tb_behaviour"}, {"model": COLD_MODEL, "searcher": WARM}, "objective.anchor is"),
         ({"preset": "tba_prime"}, {"searcher": COLD}, "objective.centre is"),
+        ({"preset": "tb"}, {"model": HOT_MODEL, "searcher": {"engine": "vllm"}}, "policy_temperature is 2.5, and vLLM"),
         *[({"preset": "kimi"}, {"searcher": value}, rf"but searcher\.{name} makes it") for value, name in DISTORTED],
-        ({"preset": "tbb"}, {}, r"objective\.preset.*'tbb'"),
+        (
+            {"preset": "tb"},
+            {"trainer": SKIPS, "sampling": {"prompts_per_batch": 2, "group_size": 5}},
+            "and can never be taken",
+        ),
+        *[({"preset": "tb"}, {"searcher": searcher}, message) for searcher, message in SEARCHERS],
     ],
 )
 def test_an_impossible_configuration_is_refused_in_one_sentence(
@@ -138,65 +166,12 @@ def test_an_impossible_configuration_is_refused_in_one_sentence(
         ({"preset": "kimi"}, {"searcher": {"tasks": {"addition": {"stop": ["Q"]}}}}),
         ({"preset": "kimi"}, {"searcher": {"sampling_temperature": 0.7, "num_searchers": 0}}),
         ({"preset": "kimi"}, {"model": COLD_MODEL, "searcher": COLD}),
+        ({"preset": "tb"}, {"trainer": SKIPS, "sampling": {"prompts_per_batch": 2, "group_size": 6}}),
+        ({"preset": "tb"}, {"model": HOT_MODEL}),
     ],
 )
 def test_what_is_possible_is_taken(objective: dict[str, Any], sections: dict[str, Any]) -> None:
     recipe(objective, **sections)
-
-
-def test_an_alarm_that_can_never_act_is_refused() -> None:
-    """The effective sample size of N rollouts is at least 1, so its share is at least 1 / N."""
-
-    def with_guard(group_size: int, action: str) -> Recipe:
-        trainer = {"guards": {"ess_collapse": {"action": action}}}
-        return recipe({"preset": "tb"}, trainer=trainer, sampling={"prompts_per_batch": 2, "group_size": group_size})
-
-    with pytest.raises(ConfigError, match=r"ess_collapse.action is \"skip\" and can never be taken"):
-        with_guard(5, "skip")
-    with_guard(6, "skip")
-    with_guard(5, "none")
-
-
-# ---- The searchers' section -----------------------------------------------------------------------------------------
-
-
-def section(**searcher: Any) -> SearcherSection:
-    return recipe_with(searcher=searcher).searcher
-
-
-@pytest.mark.parametrize(
-    ("searcher", "message"),
-    [
-        ({"top_p": 0.0}, r"searcher\.top_p.* has the value 0\.0"),
-        ({"top_p": 1.1}, r"searcher\.top_p.* has the value 1\.1"),
-        ({"top_k": -1}, r"searcher\.top_k.* has the value -1"),
-        ({"engine": "abacus"}, r"searcher\.engine.* has the value 'abacus'"),
-        ({"temperature_mix": {"low": 0.0, "high": 1.0}}, r"temperature_mix\.low.* has the value 0\.0"),
-        ({"temperature_mix": {"low": 1.0, "high": 101.0}}, r"temperature_mix\.high.* has the value 101"),
-        ({"temperature_mix": {"low": 1.0, "high": 1.0}}, r"low 1 must be below high 1"),
-        ({"temperature_mix": {"low": 1.0}}, r"'searcher\.temperature_mix\.high' is missing"),
-        (
-            {"temperature_mix": {"low": 0.7, "high": 1.3}, "sampling_temperature": 0.9},
-            "takes the place of sampling_temperature, and both are given",
-        ),
-        ({"engine": "vllm", "sampling_temperature": 2.5}, "sampling_temperature reaches 2.5, and vLLM samples at most"),
-        ({"engine": "vllm", "temperature_mix": {"low": 1.0, "high": 3.0}}, "temperature_mix reaches 3, and vLLM"),
-        ({"tasks": {"a": {"min_response_tokens": 65}}}, "is 65, above max_response_tokens 64"),
-        ({"tasks": {"a": {"stop": [""]}}}, r"searcher\.tasks\.a\.stop\.0"),
-        ({"tasks": {"a": {"stops": ["x"]}}}, r"unknown key 'searcher\.tasks\.a\.stops'"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(searcher: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        section(**searcher)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_policy_temperature_that_vllm_cannot_evaluate_at_is_refused() -> None:
-    hot = {"model": {"path": "m", "policy_temperature": 2.5}, "objective": {"preset": "tb"}}
-    recipe_with(**hot)
-    with pytest.raises(ConfigError, match=r"model\.policy_temperature is 2\.5, and vLLM"):
-        recipe_with(**hot, searcher={"engine": "vllm"})
 
 
 def test_a_resolved_recipe_with_a_temperature_mix_is_read_again_and_takes_no_live_temperature() -> None:

@@ -1,23 +1,10 @@
-"""`[eval.published]`: an evaluation of nothing is refused; tables say what is known and what is not."""
+"""`[eval.published]`: tables say what is known and what is not."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from tba.config.evaluation import EvalSection, PublishedNumber
+from tba.config.evaluation import PublishedNumber
 from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
 from tba_cli.reports.comparison import evaluation_markdown
-
-
-def section(**published: Any) -> EvalSection:
-    return EvalSection.model_validate({"published": published})
-
-
-def test_an_evaluation_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing would be generated"):
-        section(greedy=False)
 
 
 def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_numbers() -> None:

@@ -31,12 +31,8 @@ def test_a_service_logs_the_first_retry_of_a_call_and_no_other() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert "does not answer" in done.stdout
     [line] = [json.loads(text) for text in done.stderr.splitlines()]
-    assert (line["event"], line["source"], line["level"], line["service"]) == (
-        "call_is_retried",
-        "retries",
-        "warning",
-        "trainer",
-    )
+    found = (line["event"], line["source"], line["level"], line["service"])
+    assert found == ("call_is_retried", "retries", "warning", "trainer")
     assert "does not answer" in line["error"]
 
 

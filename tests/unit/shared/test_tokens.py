@@ -15,6 +15,7 @@ from tba.config import parse_recipe
 from tba.errors import ConfigError, UnauthorizedError
 from tba.server import Authenticator
 from tba.tokens import (
+    ClientToken,
     client_token,
     load_role_tokens,
     load_tokens,
@@ -37,6 +38,18 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(path: Path, document: Any) -> Path:
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     return path
+
+
+def sent_by(path: Path) -> ClientToken:
+    token = client_token(path, "searcher")
+    assert token is not None
+    return token
+
+
+def sent_by_operator(path: Path | str) -> tuple[str, ...]:
+    token = operator_client_token(path)
+    assert token is not None
+    return token.value
 
 
 def test_a_role_may_have_two_tokens_and_the_first_is_sent(tmp_path: Path) -> None:
@@ -82,9 +95,7 @@ def test_a_digest_checks_a_token_and_cannot_be_sent(tmp_path: Path) -> None:
     for stolen in (digest, digest.removeprefix("sha256:"), token_digest(OTHER)):
         with pytest.raises(UnauthorizedError):
             auth.role_of(f"Bearer {stolen}")
-    sent = client_token(path, "searcher")
-    assert sent is not None
-    assert sent.value == (NEW,)
+    assert sent_by(path).value == (NEW,)
     assert load_tokens(path) == {"searcher": NEW}
     with pytest.raises(ConfigError, match="has only the digest of the token of 'operator'"):
         client_token(path, "operator")
@@ -104,9 +115,7 @@ def test_what_a_server_remembers_is_no_token(tmp_path: Path) -> None:
 def test_a_token_file_may_come_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in (f"{OLD}\n", json.dumps({"operator": OLD})):
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
-        sent = operator_client_token("-")
-        assert sent is not None
-        assert sent.value == sent.value == (OLD,)
+        assert sent_by_operator("-") == (OLD,)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(ConfigError, match="the token file on stdin must hold one token"):
         operator_client_token("-")
@@ -114,8 +123,7 @@ def test_a_token_file_may_come_on_stdin(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens.json", {"searcher": OLD, "operator": OTHER})
-    auth, sent = Authenticator(server_tokens(path)), client_token(path, "searcher")
-    assert sent is not None
+    auth, sent = Authenticator(server_tokens(path)), sent_by(path)
     assert auth.role_of(f"Bearer {OLD}") == "searcher"
     write(path, {"searcher": [NEW, OLD], "operator": OTHER})
     assert auth.role_of(f"Bearer {NEW}") == auth.role_of(f"Bearer {OLD}") == "searcher"
@@ -134,8 +142,7 @@ def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
     said = Mock()
     monkeypatch.setattr(watched_file, "log", said)
     path = write(tmp_path / "tokens.json", {"searcher": OLD})
-    auth, sent = Authenticator(server_tokens(path)), client_token(path, "searcher")
-    assert sent is not None
+    auth, sent = Authenticator(server_tokens(path)), sent_by(path)
     if broken is None:
         path.unlink()
     else:
@@ -155,8 +162,7 @@ def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "tokens.json", {"searcher": OLD})
-    sent = client_token(path, "searcher")
-    assert sent is not None
+    sent = sent_by(path)
     write(path, {"searcher": NEW})
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", Mock(side_effect=OSError(24, "Too many open files")))
@@ -179,9 +185,7 @@ def test_a_file_that_a_link_leads_to_elsewhere_is_read_again(tmp_path: Path) -> 
 
 def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
     path = write(tmp_path / "token", f"{OLD}\n")
-    sent = operator_client_token(path)
-    assert sent is not None
-    assert sent.value == (OLD,)
+    assert sent_by_operator(path) == (OLD,)
     for wrong in ("", "two words", '{"searcher": "x"}'):
         with pytest.raises(ConfigError, match="must hold one token"):
             operator_client_token(write(path, wrong))

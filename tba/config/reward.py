@@ -38,6 +38,8 @@ class ScorerSpec(StrictModel):
     """A score below this makes the reward of the task 0; nothing else is asked then."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Deadline of one item; beyond it the result is an error, never a number."""
+    reads_data: ClassVar[bool] = False
+    """Whether a value of the prompt's data, bare or in a box, may be a right response."""
 
     @property
     def part(self) -> str:
@@ -64,29 +66,33 @@ REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
 
 
-class ExactSpec(ScorerSpec):
-    """1 if the response is the answer, but for white space around it, else 0."""
+class GoldSpec(ScorerSpec):
+    """The settings of scorers that compare the response with a gold answer."""
+
+    field: str = "answer"
+    """Where the prompt's data has the gold answer, or a list of gold answers, each of them right."""
+    reads_data: ClassVar[bool] = True
+
+
+class ExactSpec(GoldSpec):
+    """1 if the response is the gold answer, but for white space around it, else 0."""
 
     kind: Literal["exact"]
-    field: str = "answer"
-    """Where the prompt's data has the answer."""
 
 
-class LastNumberSpec(ScorerSpec):
-    """1 if the last number of the response is the answer, else 0 (GSM8K)."""
+class LastNumberSpec(GoldSpec):
+    """1 if the last number of the response is the gold answer, which is one number, else 0 (GSM8K)."""
 
     kind: Literal["last_number"]
-    field: str = "answer"
-    """Where the prompt's data has the answer: one number, or a list of numbers, each of them right."""
 
 
-class MathSpec(ReadSpec):
-    """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify)."""
+class MathSpec(GoldSpec, ReadSpec):
+    """1 if the final answer of the response is mathematically the same as the gold answer, else 0 (math-verify).
+
+    The gold answer is a number, LaTeX, or a solution that ends in a `\\boxed{...}`.
+    """
 
     kind: Literal["math"]
-    field: str = "answer"
-    """Where the prompt's data has the gold answer: a number, LaTeX, or a solution that ends in a `\\boxed{...}`; or a
-    list of them, each of them right."""
     extract: Literal["boxed", "anywhere"] = "boxed"
     """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
     without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
@@ -242,6 +248,7 @@ class PythonSpec(ScorerSpec):
     """
 
     kind: Literal["python"]
+    reads_data: ClassVar[bool] = True
     function: str
     """`module:name` (docs/extending.md). The reward version has a digest of its file."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -73,8 +73,8 @@ class Schedule(StrictModel):
         room = (self.steps or 0) - (self.decay_steps if self.kind == "wsd" else 1)
         if self.kind != "constant" and self.warmup_steps > room:
             raise ValueError(
-                f"a warm-up of {self.warmup_steps} steps does not fit into a {self.kind} schedule of {self.steps} "
-                f"(at most {room} before its decay); raise steps or lower warmup_steps"
+                f"warmup_steps is {self.warmup_steps}, and a {self.kind} schedule of {self.steps} steps has room for "
+                f"{room} before its decay; raise steps or lower warmup_steps"
             )
         return self
 

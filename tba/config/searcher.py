@@ -240,13 +240,13 @@ class SearcherSection(StrictModel):
             name = "sampling_temperature" if mix is None else "temperature_mix"
             raise ValueError(
                 f"{name} reaches {hottest:g}, and vLLM samples at most at {VLLM_MAX_TEMPERATURE:g}: it would refuse "
-                "every prompt; lower it"
+                f"every prompt; lower {name}"
             )
         for task, section in self.tasks.items():
             if section.min_response_tokens > self.max_response_tokens:
                 raise ValueError(
                     f"tasks.{task}.min_response_tokens is {section.min_response_tokens}, above max_response_tokens "
-                    f"{self.max_response_tokens}: no response could end; lower it"
+                    f"{self.max_response_tokens}: no response could end; lower min_response_tokens"
                 )
         return self
 

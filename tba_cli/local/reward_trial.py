@@ -35,8 +35,6 @@ MAX_VALUES, MAX_VALUE_CHARS = 8, 10_000
 MAX_SHOWN_CHARS = 30
 MAX_ALIKE = 16
 """Sets of data columns that are tried, of each task."""
-READS_DATA_KINDS = frozenset({"exact", "last_number", "math", "python"})
-"""Scorers for which a value of the data, bare or in a box, is a right response, as far as anyone can know."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -75,7 +73,7 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Tri
         # an answer alone should score more than another response: not in reasoning or behind a gate
         is_reasoning = sets[0].first.text.rstrip().endswith(tuple(begin for begin, _ in REASONING))
         if reward is not None and len(found) > 1 and not is_reasoning:
-            others = [spec for spec in reward.scorers if spec.kind not in READS_DATA_KINDS]
+            others = [spec for spec in reward.scorers if not spec.reads_data]
             if len(others) < len(reward.scorers) and all(spec.gate is None for spec in others):
                 trial.right.add(task)
     results = ask_scorers(tried, lambda client: client.score(items).results if items else [])

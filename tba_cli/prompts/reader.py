@@ -14,7 +14,7 @@ from tba.api.scores import STARTING
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.config.data import DataSet
-from tba.config.reward import BUILT_IN_TASKS, ExactSpec, LastNumberSpec, MathSpec
+from tba.config.reward import BUILT_IN_TASKS, GoldSpec
 from tba.errors import ConfigError
 from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
@@ -167,7 +167,7 @@ def gold_keys(recipe: Recipe) -> Gold:
     """Return where the scorers of each task look for a gold answer."""
     keys = {task: ["answer"] for task in BUILT_IN_TASKS}
     own = {
-        task: [spec.field for spec in reward.scorers if isinstance(spec, ExactSpec | LastNumberSpec | MathSpec)]
+        task: [spec.field for spec in reward.scorers if isinstance(spec, GoldSpec)]
         for task, reward in recipe.reward.tasks.items()
     }
     return keys | own

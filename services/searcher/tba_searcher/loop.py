@@ -52,11 +52,11 @@ from typing import Any
 from tba.api import MAX_REFUSED_VERSIONS, LeaseReply, LeaseRequest, PushReply
 from tba.clients import BufferClient
 from tba.config import Recipe
-from tba.errors import BusyError, TbaError, UnavailableError
+from tba.errors import BusyError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
-from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Completion, Engine, EngineDiedError, EngineError, Request
+from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Engine, EngineDiedError, Request
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
@@ -296,7 +296,13 @@ class SearcherLoop:
     async def _engine_task(self) -> None:
         """Decide what the engine does next, run it in the engine's thread, and handle the result."""
         while self._engine_error is None:
-            step = EngineStep(self._next_swap(), self._next_requests(), self._aborts)
+            pinned = self._available_pin()
+            target = self._loader.get(self._newest if pinned is None else pinned)
+            if target is not None and (target.version == self._engine.version or self._is_ending):
+                target = None
+            elif pinned is not None and self._is_busy:
+                target = None  # training rollouts finish first
+            step = EngineStep(target, self._next_requests(), self._aborts)
             self._aborts = []
             if step.swap_to is None and not step.requests and not self._is_busy:
                 await sleep_until(self._has_work, self._tick_s)
@@ -306,45 +312,43 @@ class SearcherLoop:
             if result.died is not None:
                 log.error("engine died", reason=str(result.died))
                 self._engine_error = result.died
-            elif step.swap_to is not None:
-                self._on_swap(step.swap_to, result.swap_error, result.swap_s)
+            elif (new := step.swap_to) is not None:
+                self._status.weight_load_s = result.swap_s
+                if result.swap_error is None:
+                    self._current = new
+                    self._loader.accept(new.version)
+                    self._status.version = new.version
+                    self._status.counts["weight_loads"] += 1
+                    log.info("weights loaded", version=str(new.version), pause_s=round(result.swap_s, 4))
+                else:
+                    self._loader.refuse(new.version, result.swap_error)
+                self._loader.keep_only({self._current.version, self._newest, *self._queue.pinned_versions()})
             for completion in result.completions:
-                self._on_completion(completion)
+                self._status.counts["rollouts_generated"] += 1
+                self._status.counts["generated_tokens"] += len(completion.response_tokens)
+                if (visit := self._queue.add_completion(completion)) is not None:
+                    self._delivery.put(visit)
             self._is_stepping = False
-            await self._refuse_requests(result.rejected)
+            for request, error in result.rejected:  # this engine cannot honour it: its visit is refused
+                if (visit := self._queue.visit_of(request.request_id)) is None:
+                    continue
+                self._status.counts["refused_prompts"] += 1
+                log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
+                self._aborts += visit.request_ids()
+                self._queue.drop([visit])
+                if visit.pinned is None:
+                    await self._leases.return_leases([], refused=[visit.lease.lease_id])
+                else:
+                    self._delivery.put_failed(visit)
             self._status.num_active, self._status.num_waiting = self._engine.num_active, self._engine.num_waiting
             self._status.num_queued = self._queue.num_unsubmitted
             if self._status.state in ("running", "evaluating"):
                 self._status.state = "running" if self._queue.pinned_version is None else "evaluating"
 
-    async def _refuse_requests(self, rejected: Sequence[tuple[Request, EngineError]]) -> None:
-        """Refuse the visits of requests that this engine cannot honour, and abort their other requests."""
-        for request, error in rejected:
-            visit = self._queue.visit_of(request.request_id)
-            if visit is None:
-                continue
-            self._status.counts["refused_prompts"] += 1
-            log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
-            self._aborts += visit.request_ids()
-            self._queue.drop([visit])
-            if visit.pinned is None:
-                await self._leases.return_leases([], refused=[visit.lease.lease_id])
-            else:
-                self._delivery.put_failed(visit)
-
     def _available_pin(self) -> PolicyVersion | None:
         """Return the version that evaluations need next, once it is on this machine."""
         pinned = self._queue.pinned_version
         return None if self._loader.get(pinned) is None else pinned
-
-    def _next_swap(self) -> LocalVersion | None:
-        pinned = self._available_pin()
-        target = self._loader.get(self._newest if pinned is None else pinned)
-        if target is None or target.version == self._engine.version or self._is_ending:
-            return None
-        if pinned is not None and self._is_busy:
-            return None  # training rollouts finish first
-        return target
 
     def _next_requests(self) -> list[Request]:
         """Return requests for one round of slots and one ahead, so that no slot is idle and prefills come in groups."""
@@ -363,24 +367,6 @@ class SearcherLoop:
         if len(requests) < room and self._status.num_unpushed < MAX_UNPUSHED_ROLLOUTS:
             requests += self._queue.take_requests(room - len(requests), pinned=None)
         return requests
-
-    def _on_swap(self, new: LocalVersion, error: TbaError | None, swap_s: float) -> None:
-        self._status.weight_load_s = swap_s
-        if error is None:
-            self._current = new
-            self._loader.accept(new.version)
-            self._status.version = new.version
-            self._status.counts["weight_loads"] += 1
-            log.info("weights loaded", version=str(new.version), pause_s=round(swap_s, 4))
-        else:
-            self._loader.refuse(new.version, error)
-        self._loader.keep_only({self._current.version, self._newest, *self._queue.pinned_versions()})
-
-    def _on_completion(self, completion: Completion) -> None:
-        self._status.counts["rollouts_generated"] += 1
-        self._status.counts["generated_tokens"] += len(completion.response_tokens)
-        if (visit := self._queue.add_completion(completion)) is not None:
-            self._delivery.put(visit)
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Finish active requests, deliver, and return all leases that are not complete."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import importlib
 import os
 import secrets
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tba.api import LeaseReply, LeaseRequest, LeaseReturn
 from tba.clients import BufferClient, RewardClient
@@ -30,7 +31,7 @@ from tba.tokens import client_token
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, NodeCache, WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
-from tba_searcher.engines.factory import build_engine, import_engine
+from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
 from tba_searcher.engines.weight_check import verification_error
 from tba_searcher.generation.delivery import Delivery
@@ -40,9 +41,6 @@ from tba_searcher.generation.version_pulls import WeightLoader
 from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import LEASES_EXPIRE, TICK_S, SearcherLoop
 from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
-
-if TYPE_CHECKING:
-    from tba_searcher.engines.torch.reference_logprobs import StartingModel
 
 CLIENT_RETRY_S = 1.0
 CLIENT_TIMEOUT_S = 15.0
@@ -69,7 +67,8 @@ async def _run_until_told(recipe: Recipe, folder: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_searcher_id()
+    new_id = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(3)}"
+    searcher_id = os.environ.get("TBA_SEARCHER_ID") or new_id
     await Searcher(recipe, folder, searcher_id=searcher_id, clients=Clients.from_recipe(recipe), stop=stop).run()
 
 
@@ -171,7 +170,16 @@ class Searcher:
             if self._stop.is_set() or self._recipe.searcher.on_run_end == "exit":
                 break
             loop = None  # the last reference to the model
-            self._release_model()
+            self.status.reset("idle")
+            old_folder, refusals = self._folder, self._loader.refusals
+            self._num_starts += 1
+            # a new folder: an abandoned download may still write into the old one
+            self._folder = old_folder.with_name(f"start-{self._num_starts}")
+            counts = self.status.counts
+            self._loader = WeightLoader(self._versions, self._folder, counts=counts, refusals=refusals)
+            shutil.rmtree(old_folder, ignore_errors=True)
+            gc.unfreeze()
+            gc.collect()  # reference cycles would keep the model's memory
             log.info("searcher is idle", searcher_id=self.status.searcher_id)
             await self._run_unless_stopped(self._until_run_resumes())
             if self._stop.is_set():
@@ -203,23 +211,11 @@ class Searcher:
             for other in (task, heartbeats, stop):
                 other.cancel()
 
-    def _release_model(self) -> None:
-        """Free the model and the files of the run that is over; keep only which versions were refused."""
-        self.status.reset("idle")
-        old_folder, refusals = self._folder, self._loader.refusals
-        self._num_starts += 1
-        # a new folder: an abandoned download may still write into the old one
-        self._folder = old_folder.with_name(f"start-{self._num_starts}")
-        counts = self.status.counts
-        self._loader = WeightLoader(self._versions, self._folder, counts=counts, refusals=refusals)
-        shutil.rmtree(old_folder, ignore_errors=True)
-        gc.unfreeze()
-        gc.collect()  # reference cycles would keep the model's memory
-
     async def _start(self) -> SearcherLoop | None:
         """Wait for the first version that passes its checks; return None when the run is over first."""
         # while the trainer still starts: imported after its first version, it would delay the first batch by seconds
-        await in_thread(lambda: import_engine(self._recipe.searcher.engine))
+        if self._recipe.searcher.engine == "embedded":  # vLLM's environment depends on the model, and the rest is light
+            await in_thread(lambda: importlib.import_module("tba_searcher.engines.torch.engine"))
         while True:
             version = await self._first_version()
             if version is None:
@@ -296,7 +292,19 @@ class Searcher:
     def _build(self, weights: LocalVersion, folder: Path) -> SearcherLoop:
         """Build engine and loop around one version (blocking: loads the model)."""
         recipe, settings = self._recipe, self._recipe.searcher
-        reference = self._reference([each for each in (weights, weights.base) if each is not None])
+        reference = None
+        if recipe.searchers_hold_start:
+            from tba_searcher.engines.torch.reference_logprobs import load_starting_model
+
+            reference = load_starting_model(
+                self._versions,
+                self._folder,
+                held=[each for each in (weights, weights.base) if each is not None],
+                temperature=recipe.model.policy_temperature,
+                device=settings.device,
+                trust_remote_code=recipe.model.trust_remote_code,
+            )
+            log.info("reference ready", version=str(START))
         seed = engine_seed(recipe.run.seed, self.status.searcher_id)
         log.info("engine starts", engine=settings.engine, version=str(weights.version))
         engine = build_engine(recipe, folder, weights.version, weights.manifest, seed=seed)
@@ -334,32 +342,9 @@ class Searcher:
             tick_s=self._tick_s,
         )
 
-    def _reference(self, held: Sequence[LocalVersion]) -> StartingModel | None:
-        """Load the starting model where rollouts need its log-probs; `held` is on this machine."""
-        recipe = self._recipe
-        if not recipe.searchers_hold_start:
-            return None
-        from tba_searcher.engines.torch.reference_logprobs import load_starting_model
-
-        reference = load_starting_model(
-            self._versions,
-            self._folder,
-            held=held,
-            temperature=recipe.model.policy_temperature,
-            device=recipe.searcher.device,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
-        log.info("reference ready", version=str(START))
-        return reference
-
 
 def engine_seed(run_seed: int, searcher_id: str) -> int:
     """Return a seed in [0, 2^63) from the run's seed, the searcher's id and 16 fresh random bytes."""
     # random bytes: two searchers, or one started twice, must never sample the same completions
     digest = hashlib.sha256(f"{run_seed}|{searcher_id}|".encode() + os.urandom(16)).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def new_searcher_id() -> str:
-    """Return hostname-pid-random."""
-    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(3)}"

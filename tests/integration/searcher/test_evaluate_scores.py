@@ -46,7 +46,6 @@ def recipe_for(server: RewardServer, **published: Any) -> Recipe:
 
 
 def ask(recipe: Recipe, answers: Answers) -> dict[tuple[int, str], Score]:
-    """The scores by prompt and task."""
     score_all(recipe, answers, on_progress=lambda text: None)
     return {(each.prompt, task): score for each in answers.answers for task, score in each.scores.items()}
 

@@ -238,7 +238,6 @@ async def test_a_prompt_that_a_scorer_hangs_on_keeps_no_other_waiting_and_is_nam
 async def test_scores_are_first_asked_for_alone_after_half_of_the_deadline_of_a_request(
     tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch, item_timeout_s: float, expected_s: float
 ) -> None:
-    """A judge that needs 20 s is not asked twice."""
     tasks = {"judged": {"scorers": [{"kind": "format", "pattern": "a", "timeout_s": item_timeout_s}]}}
     delivery, waited = scoring_delivery(tmp_path, reward, tasks=tasks), list[float | None]()
     in_time = delivery._scores_in_time
@@ -274,7 +273,6 @@ async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_a
 
 
 def one_visit(delivery: Delivery, number: int = 0, pinned: PolicyVersion | None = None) -> Visit:
-    """A complete visit, in the hands of the delivery."""
     prompt = make_prompts(number + 1)[number]
     visit = make_visit(f"l-{number}", prompt=prompt, num_rollouts=1, pinned=pinned, visit_id="train-1")
     visit.completions.append(make_completion("train-1-0", [5, 6, 7], "length"))
@@ -299,7 +297,6 @@ class HeldBuffer(BufferClient):
         self.num_asked = self.num_failing_returns = 0
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Claim visits, and hold the answer."""
         self.num_asked += 1
         reply = super().lease(request)
         self.granted.set()
@@ -333,7 +330,6 @@ def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterat
 
 
 def held(world: LoopWorld) -> HeldBuffer:
-    """The buffer as the loop sees it from now on."""
     buffer = HeldBuffer(world.served.url)
     world.loop._buffer = world.loop._leases._buffer = buffer
     return buffer

@@ -20,7 +20,6 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Benches:
 
 @pytest.fixture(scope="module")
 def by_vllm(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, str]:
-    """The outcome of every case."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

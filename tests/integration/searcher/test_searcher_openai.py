@@ -60,8 +60,6 @@ CONTRACT = [case for case in (*ON_EVERY_MODEL, *ON_ONE_MODEL) if case not in TIM
 
 @dataclass(kw_only=True)
 class ServerBench(Bench):
-    """The parts that a case works with, and the server."""
-
     server: Served
 
 

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(TIMEOUT_S + 120)]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, str]:
-    """The outcome of every case."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     return outcomes_of("tests.support.vllm_ranks_cases", tmp_path_factory.mktemp("ranks"), pytestconfig)

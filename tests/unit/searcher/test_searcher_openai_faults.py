@@ -65,7 +65,6 @@ def build(model: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def raw(path: str, body: dict[str, Any], answer: Answer) -> Answer:
-    """Log-probs before temperature: those of prompts."""
     is_sampled = path == "/v1/completions" and "prompt_logprobs" not in body
     return (200, completion(body["max_tokens"], logprob=-1.5)) if is_sampled else answer
 

@@ -33,8 +33,6 @@ sys.exit(f"heavy modules imported: {bad}" if bad else 0)
 
 
 class Clock:
-    """Time that passes only during a sleep."""
-
     now_s = 0.0
 
     def sleep(self, seconds: float) -> None:

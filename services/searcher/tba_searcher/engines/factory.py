@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from tba.config import Recipe
 
 
-def import_engine(name: str) -> None:
-    """Import the embedded engine, which takes seconds, before there are weights to build it with.
-
-    The other engines are left to `build_engine`: vLLM's environment depends on the model, and the rest is light.
-    """
-    if name == "embedded":
-        import tba_searcher.engines.torch.engine  # noqa: F401
-
-
 def build_engine(
     recipe: Recipe, folder: Path, version: PolicyVersion, manifest: Manifest | None, *, seed: int
 ) -> Engine:

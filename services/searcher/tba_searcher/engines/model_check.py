@@ -26,10 +26,15 @@ MAX_COST = 2**40
 """Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""
 
 
-def _check_files(recipe: Recipe) -> str:
-    """Check config, tokenizer and the names of the weights, and return the architecture."""
+def check(recipe: Recipe) -> dict[str, Any]:
+    """Check config, tokenizer and the names of the weights, then load a small model and decode with it.
+
+    Returns:
+        What was checked.
+    """
     from transformers import AutoConfig
 
+    from tba_searcher.engines.torch.engine import EmbeddedEngine
     from tba_searcher.engines.torch.exactness import attention_windows, check_positions
 
     folder, searcher, trust = Path(recipe.model.path), recipe.searcher, recipe.model.trust_remote_code
@@ -43,30 +48,17 @@ def _check_files(recipe: Recipe) -> str:
     check_vocabulary(load_tokenizer(folder, trust_remote_code=trust), text_config.vocab_size, where=str(folder))
     if searcher.engine == "embedded":
         attention_windows(text_config, max_len)
-    if text_config.tie_word_embeddings is False and _num_vocabulary_tensors(folder, text_config.vocab_size) < 2:
+    # embedding and output head have one row for each token
+    num_vocabulary_tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (no mapping)
+        num_vocabulary_tensors += sum(len(shape) == 2 and shape[0] == text_config.vocab_size for shape in shapes)
+    if text_config.tie_word_embeddings is False and num_vocabulary_tensors < 2:
         raise ConfigError(
             f"model folder {folder} lacks weights of a {architecture}: lm_head.weight, or another output head with a "
             "row for each token; take the whole model"
         )
-    return architecture
-
-
-def _num_vocabulary_tensors(folder: Path, vocab_size: int) -> int:
-    """Return how many tensors have one row for each token: embedding and output head."""
-    found = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="numpy") as tensors:
-            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (no mapping)
-        found += sum(len(shape) == 2 and shape[0] == vocab_size for shape in shapes)
-    return found
-
-
-def check(recipe: Recipe) -> dict[str, Any]:
-    """Check the files, then load a small model and decode with it; return what was checked."""
-    from tba_searcher.engines.torch.engine import EmbeddedEngine
-
-    architecture, searcher = _check_files(recipe), recipe.searcher
-    folder, trust = Path(recipe.model.path), recipe.model.trust_remote_code
     size_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     settings = EngineSettings(
         num_slots=2,
@@ -75,7 +67,6 @@ def check(recipe: Recipe) -> dict[str, Any]:
         max_prompt_tokens=searcher.max_prompt_tokens,
         max_response_tokens=searcher.max_response_tokens,
     )
-    max_len = settings.max_prompt_tokens + settings.max_response_tokens
     is_embedded, is_small = searcher.engine == "embedded", size_bytes * max_len <= MAX_COST
     if is_embedded and is_small:
         EmbeddedEngine(folder, START, settings)

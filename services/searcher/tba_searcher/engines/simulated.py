@@ -62,13 +62,6 @@ class _Asked:
     started_at_s: float
     num_done: int = 0
 
-    def completion(self) -> Completion:
-        """Return the completion."""
-        reason = "stop" if self.tokens[-1] in self.request.eos_ids else "length"
-        return make_completion(
-            self.request, self.tokens, self.logprobs, reason, marks=self.marks, started_at_s=self.started_at_s
-        )
-
 
 class SimulatedEngine:
     """Implements `tba_searcher.engines.engine.Engine`.
@@ -121,7 +114,18 @@ class SimulatedEngine:
     def step(self) -> list[Completion]:
         """Let time pass for `TOKENS_PER_STEP` tokens of every active request (see `Engine.step`)."""
         for request_id in list(self._waiting)[: self.num_slots - self.num_active]:
-            self._active[request_id] = self._begin(self._waiting.pop(request_id))
+            request = self._waiting.pop(request_id)
+            seed, name = request.sampling.seed, f"{self._settings.seed}|{request_id}"
+            source = (name if seed is None else f"{seed}|{request.prompt_tokens}").encode()
+            rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source, digest_size=16).digest(), "big"))
+            # drawn before the limits, so that a lower limit cuts responses off instead of changing all of them
+            length = round(MEDIAN_RESPONSE_TOKENS * np.exp(LENGTH_SIGMA * rng.standard_normal()))
+            length, limit = max(length, request.min_response_tokens, 1), request.max_response_tokens
+            tokens = rng.choice(self._plain_ids, size=min(length, limit))
+            if length <= limit and request.eos_ids:
+                tokens[-1] = request.eos_ids[0]
+            logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
+            self._active[request_id] = _Asked(request, tokens, logprobs, [(self.version, 0)], time.time())
         if not self._active:
             return []
         # never past the end of the longest request: time would pass in which nothing is decoded
@@ -133,7 +137,17 @@ class SimulatedEngine:
         finished = [asked for asked in self._active.values() if asked.num_done == len(asked.tokens)]
         for asked in finished:
             del self._active[asked.request.request_id]
-        return [asked.completion() for asked in finished]
+        return [
+            make_completion(
+                asked.request,
+                asked.tokens,
+                asked.logprobs,
+                "stop" if asked.tokens[-1] in asked.request.eos_ids else "length",
+                marks=asked.marks,
+                started_at_s=asked.started_at_s,
+            )
+            for asked in finished
+        ]
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Read the files (see `Engine.load_weights`)."""
@@ -153,20 +167,6 @@ class SimulatedEngine:
     def close(self) -> None:
         """Forget all requests (see `Engine.close`)."""
         self._active, self._waiting = {}, {}
-
-    def _begin(self, request: Request) -> _Asked:
-        """Make up the response to a request."""
-        seed = request.sampling.seed
-        source = f"{self._settings.seed}|{request.request_id}" if seed is None else f"{seed}|{request.prompt_tokens}"
-        rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source.encode(), digest_size=16).digest(), "big"))
-        # drawn before the limits, so that a lower limit cuts responses off instead of changing all of them
-        length = round(MEDIAN_RESPONSE_TOKENS * np.exp(LENGTH_SIGMA * rng.standard_normal()))
-        length, limit = max(length, request.min_response_tokens, 1), request.max_response_tokens
-        tokens = rng.choice(self._plain_ids, size=min(length, limit))
-        if length <= limit and request.eos_ids:
-            tokens[-1] = request.eos_ids[0]
-        logprobs = -rng.exponential(size=len(tokens)).astype(np.float32)
-        return _Asked(request, tokens, logprobs, [(self.version, 0)], time.time())
 
 
 def read_vocabulary(folder: Path) -> tuple[int, tuple[int, ...]]:

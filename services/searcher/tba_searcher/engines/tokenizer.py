@@ -138,21 +138,16 @@ class StopStringMatcher:
 
     def completes(self, tokens: Sequence[int], stops: tuple[str, ...]) -> bool:
         """Return whether the last of `tokens` completes one of `stops`."""
-        # decoding is slow, so it is done only for tokens whose own text could complete a stop string
-        if not self._candidates_of(stops)[tokens[-1]]:
-            return False
-        # the whole response is decoded: this is the text that rewards see
-        text, text_before = self._decode([tokens, tokens[:-1]])
-        return stop_start(text, text_before, stops) is not None
-
-    def _candidates_of(self, stops: tuple[str, ...]) -> NDArray[np.bool_]:
-        """Return which tokens [V] can complete a stop: their text has its last character, or a part of one."""
-        known = self._candidates.get(stops)
-        if known is None:
+        # Decoding is slow, so it is done only for tokens [V] whose own text could complete a stop string: it has the
+        # last character of one, or a part of a character.
+        if stops not in self._candidates:
             if self._pairs is None:
                 # each token twice: some decoders drop the space that a text begins with
                 self._pairs = self._decode([(token, token) for token in range(self._vocab_size)])
             ends = {stop[-1] for stop in stops} | {_UNFINISHED}
-            known = np.array([not ends.isdisjoint(text) for text in self._pairs])
-            self._candidates[stops] = known
-        return known
+            self._candidates[stops] = np.array([not ends.isdisjoint(text) for text in self._pairs])
+        if not self._candidates[stops][tokens[-1]]:
+            return False
+        # the whole response is decoded: this is the text that rewards see
+        text, text_before = self._decode([tokens, tokens[:-1]])
+        return stop_start(text, text_before, stops) is not None

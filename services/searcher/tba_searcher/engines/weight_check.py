@@ -155,7 +155,11 @@ def params_sha256(model: nn.Module) -> str:
 
 def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
     """Return what `table_sha256` takes of a tensor."""
-    return name, dtype_name(tensor), tuple(tensor.shape), tensor_digest(raw_bytes(tensor))
+    import torch
+
+    # as bytes: numpy has no bfloat16; without a copy where the tensor is contiguous and on the CPU
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return name, dtype_name(tensor), tuple(tensor.shape), tensor_digest(raw)
 
 
 def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
@@ -198,14 +202,6 @@ def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
         return digest.file_stamps(paths)
     except StoreError as error:
         raise EngineError(f"weights: {error}") from None
-
-
-def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor, without a copy where it is contiguous and on the CPU."""
-    import torch
-
-    # as bytes: numpy has no bfloat16
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,6 @@ from tba.api import Lease, Prompt
 from tba.config import Recipe
 from tba.config.evaluation import Mode, PublishedSection
 from tba.errors import ConfigError
-from tba.versions import PolicyVersion
 from tba_searcher.engines.engine import Engine, EngineDiedError, EngineError
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.visits import Visit, WorkQueue
@@ -89,8 +88,19 @@ def answer_all(
     found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
     eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
     queue = WorkQueue(recipe.searcher, run_seed=recipe.run.seed, eos_ids=eos_ids)
-    for visit in _visits(recipe, found, engine.version):
-        queue.add(visit)
+    # prompt by prompt, so that completions of one prompt share its prefill
+    for mode, num in modes_of(recipe.eval.published).items():
+        for index, (prompt, tokens) in enumerate(zip(prompts, found.prompt_tokens, strict=True)):
+            lease = Lease(
+                lease_id=f"{mode}/{index}",
+                kind="greedy" if mode == "greedy" else "sample",
+                visit_id=f"{mode}/{index}",
+                prompt=prompt,
+                num_rollouts=num,
+                temperature=temperature_of(mode, recipe),
+                expires_in_s=0.0,  # nobody else waits for it
+            )
+            queue.add(Visit(lease=lease, prompt_tokens=tokens, pinned=engine.version))
     num_all, num_tokens, start_s = queue.num_unsubmitted, 0, time.monotonic()
     done = []
     while queue.open_visits() or engine.num_active + engine.num_waiting:
@@ -145,19 +155,3 @@ def temperature_of(mode: Mode, recipe: Recipe) -> float:
         return 0.0
     temperature = recipe.eval.published.temperature
     return recipe.model.policy_temperature if temperature is None else temperature
-
-
-def _visits(recipe: Recipe, found: Answers, version: PolicyVersion) -> Iterator[Visit]:
-    # prompt by prompt, so that completions of one prompt share its prefill
-    for mode, num in modes_of(recipe.eval.published).items():
-        for index, (prompt, tokens) in enumerate(zip(found.prompts, found.prompt_tokens, strict=True)):
-            lease = Lease(
-                lease_id=f"{mode}/{index}",
-                kind="greedy" if mode == "greedy" else "sample",
-                visit_id=f"{mode}/{index}",
-                prompt=prompt,
-                num_rollouts=num,
-                temperature=temperature_of(mode, recipe),
-                expires_in_s=0.0,  # nobody else waits for it
-            )
-            yield Visit(lease=lease, prompt_tokens=tokens, pinned=version)

@@ -8,15 +8,13 @@ import time
 from pathlib import Path
 
 import tba
-from tba.api import Prompt
 from tba.config import Recipe
-from tba.evaluation.evaluation_job import PROGRESS, EvaluationJob, EvaluationReport
+from tba.evaluation.evaluation_job import PROGRESS, Comparison, EvaluationJob, EvaluationReport
 from tba.versions import START, PolicyVersion
-from tba.wire import Manifest
 from tba.wire.weight_manifest import decode_manifest
 from tba_searcher.engines.factory import build_engine
 from tba_searcher.engines.tokenizer import open_codec
-from tba_searcher.evaluation.answers import Answers, OnProgress, answer_all, modes_of
+from tba_searcher.evaluation.answers import Answers, answer_all, modes_of
 from tba_searcher.evaluation.perplexity import measure_likelihoods
 from tba_searcher.evaluation.results import EvaluationMetrics
 from tba_searcher.evaluation.scores import score_all
@@ -38,7 +36,17 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
     on_progress = Progress()
     prompts = job.prompts
     manifest = None if job.manifest is None else decode_manifest(job.manifest.read_bytes())
-    answers = _generate(recipe, job, manifest, prompts, on_progress)
+    on_progress(f"loading {job.subject} into the engine {recipe.searcher.engine}")
+    version = START if job.version is None else PolicyVersion.parse(job.version)
+    engine = build_engine(recipe, job.model, version, manifest, seed=SEED)
+    try:
+        if manifest is not None:
+            # a table of results must be about these weights, and not about a damaged download
+            engine.verify(manifest)
+        answers = answer_all(engine, open_codec(recipe, job.model), recipe, prompts, on_progress=on_progress)
+    finally:
+        engine.close()
+    del engine
     on_progress.end_part()
     # one step after the other: each model is freed before the next one is loaded
     if recipe.eval.published.perplexity and job.start is not None:
@@ -60,7 +68,10 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
         refused_prompts={prompts[index].prompt_id: reason for index, reason in answers.refused.items()},
         modes={mode: metrics.report(mode) for mode in modes_of(recipe.eval.published)},
         metrics=metrics.by_name,
-        references=metrics.comparisons(),
+        references=[
+            Comparison(reference=item, found=metrics.by_name.get(item.metric))
+            for item in recipe.eval.published.references
+        ],
         generation_s=answers.seconds,
         num_generated_tokens=sum(len(answer.tokens) for answer in answers.answers),
         settings={
@@ -97,22 +108,6 @@ class Progress:
         if self._unprinted is not None:
             print(PROGRESS + self._unprinted, flush=True)
             self._unprinted, self._printed_s = None, time.monotonic()
-
-
-def _generate(
-    recipe: Recipe, job: EvaluationJob, manifest: Manifest | None, prompts: list[Prompt], on_progress: OnProgress
-) -> Answers:
-    on_progress(f"loading {job.subject} into the engine {recipe.searcher.engine}")
-    version = START if job.version is None else PolicyVersion.parse(job.version)
-    engine = build_engine(recipe, job.model, version, manifest, seed=SEED)
-    try:
-        if manifest is not None:
-            # a table of results must be about these weights, and not about a damaged download
-            engine.verify(manifest)
-        codec = open_codec(recipe, job.model)
-        return answer_all(engine, codec, recipe, prompts, on_progress=on_progress)
-    finally:
-        engine.close()
 
 
 def _write_completions(path: Path, answers: Answers) -> None:

@@ -25,7 +25,14 @@ PART_ANSWERS = 64
 
 def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress) -> None:
     """Set the `nll` of every answer under the model in `folder`, in nats."""
-    _check_tokenizer(recipe, folder, answers)
+    codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
+    # with another tokenizer the token ids mean something else; a few prompts show it, as nearly every text differs
+    for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
+        if codec.encode_prompt(prompt.text) != tokens:
+            raise ConfigError(
+                f"eval.published.perplexity: the starting model in {folder} has another tokenizer than the evaluated "
+                f"model (prompt {prompt.prompt_id!r}); evaluate a model that was trained from it, or set it to false"
+            )
     model = StartingModel(
         folder,
         temperature=1.0,
@@ -53,15 +60,3 @@ def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers) -> dict[st
         whole = (nll / (len(answers.prompt_tokens[one.prompt]) + len(one.tokens) - 1) for nll, one in known)
         published.append([value for value in map(finite_exp, whole) if value is not None])
     return {"per_token": exp_of_ratio(sums, lengths), "published": mean_of_prompts(published)}
-
-
-def _check_tokenizer(recipe: Recipe, folder: Path, answers: Answers) -> None:
-    """Refuse a starting model with another tokenizer: the token ids would mean something else to it."""
-    codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
-    # a few prompts are enough: tokenizers differ in nearly every text
-    for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
-        if codec.encode_prompt(prompt.text) != tokens:
-            raise ConfigError(
-                f"eval.published.perplexity: the starting model in {folder} has another tokenizer than the evaluated "
-                f"model (prompt {prompt.prompt_id!r}); evaluate a model that was trained from it, or set it to false"
-            )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tba.config import Recipe
 from tba.config.evaluation import Mode
-from tba.evaluation.evaluation_job import Comparison, Estimate, ModeReport, ScoreCounts
+from tba.evaluation.evaluation_job import Estimate, ModeReport, ScoreCounts
 from tba.evaluation.statistics import mean_of_pairs, mean_of_prompts, success_rate
 from tba_searcher.evaluation.answers import Answer, Answers, Score, modes_of, temperature_of
 from tba_searcher.evaluation.perplexity import perplexities
@@ -33,18 +33,26 @@ class EvaluationMetrics:
         for mode in modes_of(self._section):
             self.by_name |= {f"{mode}.{name}": value for name, value in self._metrics(mode)}
 
-    def comparisons(self) -> list[Comparison]:
-        """Return published numbers beside ours."""
-        return [Comparison(reference=item, found=self.by_name.get(item.metric)) for item in self._section.references]
-
     def report(self, mode: Mode) -> ModeReport:
         """Return the counts of a mode."""
-        answers = [answer for part in self._answers.of(mode) for answer in part]
+        answers, counts = [answer for part in self._answers.of(mode) for answer in part], dict[str, ScoreCounts]()
+        for task, prompts in self._prompts.items():
+            scores = [score for part in self._of_task(mode, task, prompts) for score in part]
+            wrong = Counter(score.reason or "no reason" for score in scores if score.is_wrong)
+            unknown = Counter(score.reason or "no reason" for score in scores if score.value is None) - wrong
+            counts[task] = ScoreCounts(
+                reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),
+                success=self._recipe.eval.success_rule(task),
+                num_scored=len(scores) - unknown.total() - wrong.total(),
+                num_unknown=unknown.total(),
+                unknown=dict(unknown),
+                wrong=dict(wrong),
+            )
         return ModeReport(
             temperature=temperature_of(mode, self._recipe),
             num_completions=len(answers),
             finish_reasons=dict(Counter(answer.finish_reason for answer in answers)),
-            scores={task: self._counts(mode, task) for task in self._prompts},
+            scores=counts,
         )
 
     def _metrics(self, mode: Mode) -> Iterator[tuple[str, Estimate]]:
@@ -52,8 +60,12 @@ class EvaluationMetrics:
         for task, indices in self._prompts.items():
             yield from self._of_scores(mode, task, indices)
             for key in self._section.by:
-                for value, chosen in self._by_value(key, indices).items():
-                    for name, estimate in self._of_scores(mode, task, chosen):
+                # each value of a key of the prompts' data: numbers in their order, then texts
+                groups: dict[str | float, list[int]] = {}
+                for index in indices:
+                    groups.setdefault(self._answers.prompts[index].data[key], []).append(index)
+                for value in sorted(groups, key=lambda value: (isinstance(value, str), value)):
+                    for name, estimate in self._of_scores(mode, task, groups[value]):
                         yield f"{name}[{key}={value}]", estimate
         if self._section.perplexity:
             for name, value in perplexities(parts, self._answers).items():
@@ -61,7 +73,18 @@ class EvaluationMetrics:
         if mode == "sampled" and self._section.num_samples > 1:
             folder = self._recipe.eval.embedding_model
             embedder = None if folder is None else Embedder(folder)
-            for name, value in diversities(parts, embedder=embedder, succeeds=self._is_success).items():
+            found = dict[str, Estimate]()
+            if embedder is not None:
+                # The red-teaming task publishes the mean over all pairs of samples of a prompt, whether they succeed or
+                # not (GFNOrg/red-teaming, eval.py). Successes under the first task are also taken alone: diverse
+                # failures are worth nothing.
+                successes = [
+                    [each for each in part if self._succeeds(*next(iter(each.scores.items())))] for part in parts
+                ]
+                found["cosine_distance"] = _cosine_distance(parts, embedder)
+                found["cosine_distance_of_successes"] = _cosine_distance(successes, embedder)
+            found |= {f"distinct_{n}": _distinct(parts, n) for n in (1, 2, 3)}
+            for name, value in found.items():
                 yield f"diversity.{name}", value
         yield "mean_response_tokens", mean_of_prompts([[len(answer.tokens) for answer in part] for part in parts])
         finished = [[float(answer.finish_reason != "length") for answer in part] for part in parts]
@@ -76,54 +99,15 @@ class EvaluationMetrics:
         successes = [[self._succeeds(task, score) for score in part] for part in scores]
         yield f"{task}.success_rate", success_rate(successes)
 
-    def _by_value(self, key: str, prompts: Sequence[int]) -> dict[str | float, list[int]]:
-        """Return each value of a key of the prompts' data with its prompts: numbers in their order, then texts."""
-        groups: dict[str | float, list[int]] = {}
-        for index in prompts:
-            groups.setdefault(self._answers.prompts[index].data[key], []).append(index)
-        return {value: groups[value] for value in sorted(groups, key=lambda value: (isinstance(value, str), value))}
-
-    def _is_success(self, answer: Answer) -> bool:
-        """Return whether an answer succeeds under the first task that it is scored under."""
-        task, score = next(iter(answer.scores.items()))
-        return bool(self._succeeds(task, score))
-
     def _of_task(self, mode: Mode, task: str, prompts: Sequence[int]) -> list[list[Score]]:
         """Return [prompt][completion] of these prompts under a task; unknown for a refused one."""
         num, parts = modes_of(self._section)[mode], self._answers.of(mode)
         return [[answer.scores[task] for answer in parts[index]] or [NO_COMPLETION] * num for index in prompts]
 
-    def _counts(self, mode: Mode, task: str) -> ScoreCounts:
-        scores = [score for part in self._of_task(mode, task, self._prompts[task]) for score in part]
-        wrong = Counter(score.reason or "no reason" for score in scores if score.is_wrong)
-        unknown = Counter(score.reason or "no reason" for score in scores if score.value is None) - wrong
-        return ScoreCounts(
-            reward_versions=sorted({score.reward_version for score in scores if score.reward_version is not None}),
-            success=self._recipe.eval.success_rule(task),
-            num_scored=len(scores) - unknown.total() - wrong.total(),
-            num_unknown=unknown.total(),
-            unknown=dict(unknown),
-            wrong=dict(wrong),
-        )
-
     def _succeeds(self, task: str, score: Score) -> bool | None:
         if score.value is None:
             return False if score.is_wrong else None
         return self._recipe.eval.succeeds(task, score.value)
-
-
-def diversities(parts: Parts, *, embedder: Embedder | None, succeeds: Callable[[Answer], bool]) -> dict[str, Estimate]:
-    """Return distinct_1 to distinct_3, and with an embedder the cosine distances of all and of successful samples."""
-    found = {}
-    if embedder is not None:
-        # The red-teaming task publishes the mean over all pairs of samples of a prompt, whether they succeed or not
-        # (GFNOrg/red-teaming, eval.py). Successes are also taken alone: diverse failures are worth nothing.
-        successes = [[answer for answer in part if succeeds(answer)] for part in parts]
-        found["cosine_distance"] = _cosine_distance(parts, embedder)
-        found["cosine_distance_of_successes"] = _cosine_distance(successes, embedder)
-    for n in (1, 2, 3):
-        found[f"distinct_{n}"] = _distinct(parts, n)
-    return found
 
 
 def _distinct(parts: Parts, n: int) -> Estimate:

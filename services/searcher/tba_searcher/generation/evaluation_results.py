@@ -116,15 +116,16 @@ class Embedder:
         import torch
 
         with torch.inference_mode():
-            parts = [self._embed(texts[at : at + _BATCH_TEXTS]) for at in range(0, len(texts), _BATCH_TEXTS)]
+            parts, cut = list[Any](), {"padding": True, "truncation": True, "max_length": self._max_tokens}
+            for at in range(0, len(texts), _BATCH_TEXTS):
+                some = list(texts[at : at + _BATCH_TEXTS])
+                batch = self._tokenizer(some, return_tensors="pt", **cut)
+                if not batch["input_ids"].numel():
+                    weight = self._model.get_input_embeddings().weight
+                    parts.append(weight.new_zeros(len(some), self._model.config.hidden_size))
+                    continue
+                ids, attended = batch["input_ids"], batch["attention_mask"]
+                hidden = self._model(input_ids=ids, attention_mask=attended).last_hidden_state
+                mask = attended[:, :, None].to(hidden.dtype)  # [N, T, 1]
+                parts.append((hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0))
             return torch.cat(parts)
-
-    def _embed(self, texts: Sequence[str]) -> Tensor:
-        batch = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
-        )
-        if not batch["input_ids"].numel():
-            return self._model.get_input_embeddings().weight.new_zeros(len(texts), self._model.config.hidden_size)
-        hidden = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-        mask = batch["attention_mask"][:, :, None].to(hidden.dtype)  # [N, T, 1]
-        return (hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)

@@ -215,38 +215,32 @@ class VersionPulls:
             if target is None or self._loader.get(target) is not None:
                 self._status.waits.end("pulling")
                 await sleep_until(self._has_news, self._tick_s)
+                continue
+            task = asyncio.ensure_future(in_thread(lambda target=target: self._loader.download(target)))
+            try:
+                # a transfer that makes progress is never cut off, so a slow store raises nothing
+                while not (await asyncio.wait({task}, timeout=SLOW_DOWNLOAD_S))[0]:
+                    self._status.waits.renew("pulling", "object-store", detail=f"version {target} is being downloaded")
+                weights = await task
+            except (StoreUnavailableError, ObjectNotFoundError) as error:
+                # a pinned version that was deleted never comes back; the newest one is soon followed by another
+                if target in pinned and isinstance(error, ObjectNotFoundError):
+                    self._loader.refuse(target, error)
+                else:
+                    self._status.waits.renew("pulling", "object-store", detail=str(error))
+                await asyncio.sleep(1.0)
+            except TbaError as error:  # damaged bytes
+                self._attempts[target] += 1
+                log.warning(
+                    "version not pulled", version=str(target), attempt=self._attempts[target], detail=str(error)
+                )
+                if self._attempts[target] == PULL_ATTEMPTS:
+                    del self._attempts[target]
+                    self._loader.refuse(target, error)
             else:
-                await self._pull(target, is_pinned=target in pinned)
-
-    async def _pull(self, target: PolicyVersion, *, is_pinned: bool) -> None:
-        try:
-            weights = await self._download(target)
-        except (StoreUnavailableError, ObjectNotFoundError) as error:
-            # a pinned version that was deleted never comes back; the newest one is soon followed by another
-            if is_pinned and isinstance(error, ObjectNotFoundError):
-                self._loader.refuse(target, error)
-            else:
-                self._status.waits.renew("pulling", "object-store", detail=str(error))
-            await asyncio.sleep(1.0)
-        except TbaError as error:  # damaged bytes
-            self._attempts[target] += 1
-            log.warning("version not pulled", version=str(target), attempt=self._attempts[target], detail=str(error))
-            if self._attempts[target] == PULL_ATTEMPTS:
-                del self._attempts[target]
-                self._loader.refuse(target, error)
-        else:
-            self._status.waits.end("pulling")
-            await in_thread(lambda: stage_weights(self._engine, weights))
-            self._loader.add(weights)
-            self._has_work.set()
-
-    async def _download(self, version: PolicyVersion) -> LocalVersion:
-        """Download a version; one that takes longer than SLOW_DOWNLOAD_S is shown as a wait, until it has come."""
-        task = asyncio.ensure_future(in_thread(lambda: self._loader.download(version)))
-        try:
-            # a transfer that makes progress is never cut off, so a slow store raises nothing
-            while not (await asyncio.wait({task}, timeout=SLOW_DOWNLOAD_S))[0]:
-                self._status.waits.renew("pulling", "object-store", detail=f"version {version} is being downloaded")
-            return await task
-        finally:
-            task.cancel()
+                self._status.waits.end("pulling")
+                await in_thread(lambda weights=weights: stage_weights(self._engine, weights))
+                self._loader.add(weights)
+                self._has_work.set()
+            finally:
+                task.cancel()

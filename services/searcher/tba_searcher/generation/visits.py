@@ -129,26 +129,24 @@ class WorkQueue:
 
     def _request(self, visit: Visit) -> Request:
         visit.num_submitted += 1
-        task = self._settings.tasks.get(visit.lease.prompt.task, _DEFAULT_SAMPLING)
+        settings, lease = self._settings, visit.lease
+        task = settings.tasks.get(lease.prompt.task, _DEFAULT_SAMPLING)
+        # an evaluation measures the policy as it is: no top-p, top-k or mix
+        sampling = Sampling.of(lease.temperature, stop=tuple(task.stop))
+        if visit.pinned is None:
+            temperature, mix = lease.temperature, settings.temperature_mix
+            if mix is not None:
+                number, num_missing = visit.num_submitted, lease.num_rollouts
+                temperature = draw_temperature(mix, self._run_seed, lease.visit_id, num_missing, number)
+            sampling = Sampling.of(temperature, top_p=settings.top_p, top_k=settings.top_k, stop=tuple(task.stop))
         return Request(
             request_id=f"{visit.lease.lease_id}/{visit.num_submitted}",
             prompt_tokens=visit.prompt_tokens,
-            sampling=self._sampling(visit, tuple(task.stop)),
-            max_response_tokens=self._settings.max_response_tokens,
+            sampling=sampling,
+            max_response_tokens=settings.max_response_tokens,
             min_response_tokens=task.min_response_tokens,
             eos_ids=self._eos_ids,
         )
-
-    def _sampling(self, visit: Visit, stop: tuple[str, ...]) -> Sampling:
-        settings, lease = self._settings, visit.lease
-        if visit.pinned is not None:  # an evaluation measures the policy as it is: no top-p, top-k or mix
-            return Sampling.of(lease.temperature, stop=stop)
-        temperature = lease.temperature
-        if settings.temperature_mix is not None:
-            temperature = draw_temperature(
-                settings.temperature_mix, self._run_seed, lease.visit_id, lease.num_rollouts, visit.num_submitted
-            )
-        return Sampling.of(temperature, top_p=settings.top_p, top_k=settings.top_k, stop=stop)
 
 
 def draw_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, num_missing: int, number: int) -> float:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,16 @@ class OpenAiEngine:
     ) -> None:
         self._settings, self._folder = settings, folder
         self.num_slots, self.version = settings.num_slots, version
-        self.vocab_size, self.default_eos_ids = _read_config(folder, trust_remote_code=settings.trust_remote_code)
+        from transformers import AutoConfig, GenerationConfig
+
+        files: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
+        config: Any = AutoConfig.from_pretrained(folder, **files)
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except OSError:
+            generation = GenerationConfig.from_model_config(config)
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        self.default_eos_ids = as_ids(generation.eos_token_id)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
         self._patient = connect(settings.section, num_tokens=num_tokens, retry_s=RETRY_S, ca_file=settings.ca_file)
         """Its calls are repeated; the other's failures are looked at first."""
@@ -161,8 +170,16 @@ class OpenAiEngine:
             raise EngineDiedError(self._failure)
         self._abort_forgotten()
         for entry in list(self._open.values())[: self.num_slots]:
-            if entry.call is None and not entry.finish_reason and time.monotonic() >= entry.send_at_s:
-                self._send(entry)
+            if entry.call is not None or entry.finish_reason or time.monotonic() < entry.send_at_s:
+                continue
+            self._num_calls += 1
+            sent_id, request, before = f"{self._name}-{self._num_calls}", entry.request, tuple(entry.tokens)
+            seed = request.sampling.seed
+            if seed is not None:  # the server begins its stream anew with each call, and must not draw the same numbers
+                seed = (seed + 1_000_003 * len(before)) % (MAX_SEED + 1)
+            entry.sent_id = sent_id
+            call = partial(self._server.complete, sent_id, request, before, seed=seed, label=self._label)
+            entry.call = begin_in_thread(call)
         under_way = [entry.call for entry in self._open.values() if entry.call is not None]
         if under_way:
             concurrent.futures.wait(under_way, timeout=POLL_S, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -193,7 +210,12 @@ class OpenAiEngine:
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
         """Let the server load all parameters; requests under way keep their tokens (see `Engine.load_weights`)."""
         new = self._folders.get(tensors_paths, to_load=True)
-        self._call_back()
+        # every call comes back with the tokens that it has, so that none is under way while weights change
+        calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
+        while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
+            self._abort_calls(list(under_way))
+            concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
+        self._take_answers(called_back=True)
         # a server that has started again may have other settings than `check` has seen
         before = self._check_label()
         # stays so when the load fails half-way: a mixture of weights must never pass `verify`
@@ -231,15 +253,6 @@ class OpenAiEngine:
             self._abort_forgotten()
         self._aborted.clear()
         self._folders.close()
-
-    def _send(self, entry: _Open) -> None:
-        self._num_calls += 1
-        sent_id, request, before = f"{self._name}-{self._num_calls}", entry.request, tuple(entry.tokens)
-        label, seed = self._label, request.sampling.seed
-        if seed is not None:  # the server begins its stream anew with each call, and must not draw the same numbers
-            seed = (seed + 1_000_003 * len(before)) % (MAX_SEED + 1)
-        entry.sent_id = sent_id
-        entry.call = begin_in_thread(lambda: self._server.complete(sent_id, request, before, seed=seed, label=label))
 
     def _take_answers(self, *, called_back: bool = False) -> None:
         """Add the answers that are there to their responses.
@@ -286,8 +299,13 @@ class OpenAiEngine:
         entry.is_resent = False
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
-        is_cut = bool(request.sampling.stop) and start > 0
-        completes_stop = self._cut_at_stop(entry, start) if is_cut else piece.completes_stop
+        completes_stop, stops = piece.completes_stop, request.sampling.stop
+        if stops and start > 0:
+            # the server may have seen the text of this piece alone, and a stop string may have begun in the one before
+            lengths = range(max(start, request.min_response_tokens) + 1, len(entry.tokens) + 1)
+            end = next((n for n in lengths if self._stops.completes(entry.tokens[:n], stops)), None)
+            completes_stop = end is not None
+            del entry.tokens[end or len(entry.tokens) :], entry.logprobs[end or len(entry.logprobs) :]
         entry.versions.append((self.version, start))
         # the tokens decide and not the server, which may stop for a reason that the request does not know
         if entry.tokens[-1] in request.eos_ids:
@@ -310,23 +328,6 @@ class OpenAiEngine:
         if highest > MAX_LOGPROB:
             return f"a log-prob of {highest:.4g}, and none is above 0"
         return None
-
-    def _cut_at_stop(self, entry: _Open, start: int) -> bool:
-        """Cut a response at the first token from `start` on that completes a stop string; return whether one does."""
-        # the server may have seen the text of this piece alone, and a stop string may have begun in the one before
-        for length in range(max(start, entry.request.min_response_tokens) + 1, len(entry.tokens) + 1):
-            if self._stops.completes(entry.tokens[:length], entry.request.sampling.stop):
-                del entry.tokens[length:], entry.logprobs[length:]
-                return True
-        return False
-
-    def _call_back(self) -> None:
-        """Let every call come back with the tokens that it has, and add them; none is under way afterwards."""
-        calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
-        while under_way := {sent_id: call for sent_id, call in calls.items() if not call.done()}:
-            self._abort_calls(list(under_way))
-            concurrent.futures.wait(under_way.values(), timeout=ABORT_EVERY_S)
-        self._take_answers(called_back=True)
 
     def _abort_forgotten(self) -> None:
         self._aborted = {sent_id: call for sent_id, call in self._aborted.items() if not call.done()}
@@ -360,15 +361,3 @@ class OpenAiEngine:
     @cached_property
     def _stops(self) -> StopStringMatcher:
         return StopStringMatcher(response_decoder(self._tokenizer), self.vocab_size)
-
-
-def _read_config(folder: Path, *, trust_remote_code: bool) -> tuple[int, tuple[int, ...]]:
-    """Return the size of a model's vocabulary, and the ids that its generation config names as end of sequence."""
-    from transformers import AutoConfig, GenerationConfig
-
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    try:
-        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:
-        generation = GenerationConfig.from_model_config(config)
-    return int(config.get_text_config().vocab_size), as_ids(generation.eos_token_id)

@@ -156,8 +156,44 @@ class VllmServer(ServiceClient):
                 f"max_response_tokens of [searcher] need {num_tokens}; start it with --max-model-len {num_tokens}, or "
                 "lower them"
             )
-        self._check_updates()
-        self._check_logprobs()
+        try:
+            self.label()
+            self.abort(["nobody"])
+            sizes = [
+                self._read(_WorldSize, "GET", "/get_world_size", params={"include_dp": include}).world_size
+                for include in ("true", "false")
+            ]
+        except NotFoundError as error:
+            raise ConfigError(
+                f"{self.base_url} offers no weight updates ({error}), so its answers would come from old weights under "
+                f"the name of newer ones; give the address of a server itself and not of a router, and {_START_HINT}"
+            ) from None
+        if sizes[0] != sizes[1]:
+            # the canary would check the copy that happens to answer
+            raise ConfigError(
+                f"{self.base_url} holds {sizes[0] // sizes[1]} copies of the model (data parallelism), and a check "
+                "reaches one of them; start one server for each, and a searcher for each"
+            )
+        prompt = [1, 2, 3]
+        try:
+            only = self._complete(prompt=prompt, temperature=2.0, top_k=1, max_tokens=_PROBE_TOKENS)
+            if not only.tokens:
+                raise UnavailableError(f"{self.base_url} answered a request without a token")
+            found = np.array(only.logprobs)
+            # of one possible token the log-prob is 0
+            is_processed = np.abs(found[:, None] + _TIES_NATS).min(axis=1).max() < _PROBE_ATOL
+            if is_processed and (found - self.prompt_logprobs(prompt, only.tokens)).sum() < _PROBE_MIN_NATS:
+                # it is here in any case: the model is certain. Then temperature makes a difference
+                hot = self._complete(prompt=prompt, temperature=2.0, max_tokens=_PROBE_TOKENS)
+                gap = np.abs(hot.logprobs - self.prompt_logprobs(prompt, hot.tokens)).sum()
+                is_processed = gap > _PROBE_MIN_NATS
+        except BadReplyError as error:
+            raise ConfigError(str(error)) from None
+        if not is_processed:
+            raise ConfigError(
+                f"{self.base_url} gives log-probs before temperature and top-k, not those of the distribution that "
+                f"it draws from, so training on them would be wrong; {_START_HINT}"
+            )
 
     def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
         """Continue the response to a request.
@@ -211,65 +247,20 @@ class VllmServer(ServiceClient):
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", body, timeout_s=timeout_s)
-        self._drop_keys_and_values()
-        self._post("/update_weight_version", {"new_version": label})
-
-    def _drop_keys_and_values(self) -> None:
-        # external: those that the server has moved to the host's memory or to another store
+        # keys and values of the old weights go; external: those that the server has moved elsewhere
         params = {"reset_running_requests": "true", "reset_external": "true"}
         until = time.monotonic() + _RESET_S
         while True:
             try:
                 if self._read(_Reset, "POST", "/reset_prefix_cache", params=params).success:
-                    return
+                    break
                 problem = "they are in use"
             except UnavailableError as error:  # vLLM answers so while it moves some
                 problem = str(error)
             if time.monotonic() > until:
                 raise UnavailableError(f"{self.base_url} keeps keys and values of the weights before: {problem}")
             time.sleep(0.05)
-
-    def _check_updates(self) -> None:
-        try:
-            self.label()
-            self.abort(["nobody"])
-            sizes = [
-                self._read(_WorldSize, "GET", "/get_world_size", params={"include_dp": include}).world_size
-                for include in ("true", "false")
-            ]
-        except NotFoundError as error:
-            raise ConfigError(
-                f"{self.base_url} offers no weight updates ({error}), so its answers would come from old weights under "
-                f"the name of newer ones; give the address of a server itself and not of a router, and {_START_HINT}"
-            ) from None
-        if sizes[0] != sizes[1]:
-            # the canary would check the copy that happens to answer
-            raise ConfigError(
-                f"{self.base_url} holds {sizes[0] // sizes[1]} copies of the model (data parallelism), and a check "
-                "reaches one of them; start one server for each, and a searcher for each"
-            )
-
-    def _check_logprobs(self) -> None:
-        prompt = [1, 2, 3]
-        try:
-            only = self._complete(prompt=prompt, temperature=2.0, top_k=1, max_tokens=_PROBE_TOKENS)
-            if not only.tokens:
-                raise UnavailableError(f"{self.base_url} answered a request without a token")
-            found = np.array(only.logprobs)
-            # of one possible token the log-prob is 0
-            is_processed = np.abs(found[:, None] + _TIES_NATS).min(axis=1).max() < _PROBE_ATOL
-            if is_processed and (found - self.prompt_logprobs(prompt, only.tokens)).sum() < _PROBE_MIN_NATS:
-                # it is here in any case: the model is certain. Then temperature makes a difference
-                hot = self._complete(prompt=prompt, temperature=2.0, max_tokens=_PROBE_TOKENS)
-                gap = np.abs(hot.logprobs - self.prompt_logprobs(prompt, hot.tokens)).sum()
-                is_processed = gap > _PROBE_MIN_NATS
-        except BadReplyError as error:
-            raise ConfigError(str(error)) from None
-        if not is_processed:
-            raise ConfigError(
-                f"{self.base_url} gives log-probs before temperature and top-k, not those of the distribution that "
-                f"it draws from, so training on them would be wrong; {_START_HINT}"
-            )
+        self._post("/update_weight_version", {"new_version": label})
 
     def _complete(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> Piece:
         choice = self._choice(timeout_s=timeout_s, **body)

@@ -127,6 +127,10 @@ class Batch:
             (from, to) slots that were moved here; the caller moves their keys and values.
         """
         holes, moves = set(self.holes), []
+        flags = (self._has_stops, self._has_options)
+        limits = (self._prompt_len, self._first_end, self._last_position, self._eos)
+        settings = (self.temperature, self.top_k, self.top_p)
+        arrays: tuple[NDArray, ...] = (self.tokens, self.logprobs, self.position, *settings, *limits, *flags)
         for target in sorted(holes):
             while self.num_used and self.num_used - 1 in holes:
                 self.num_used -= 1
@@ -134,7 +138,7 @@ class Batch:
                 break
             source = self.num_used - 1
             self.num_used -= 1
-            for array in self._arrays():
+            for array in arrays:
                 array[target] = array[source]
             self.requests[target], self.requests[source] = self.requests[source], None
             holes.discard(target)
@@ -218,22 +222,6 @@ class Batch:
             reason,
             marks=active.versions,
             started_at_s=active.started_at_s,
-        )
-
-    def _arrays(self) -> tuple[NDArray, ...]:
-        return (
-            self.tokens,
-            self.logprobs,
-            self.position,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self._prompt_len,
-            self._first_end,
-            self._last_position,
-            self._has_stops,
-            self._has_options,
-            self._eos,
         )
 
 

@@ -66,11 +66,19 @@ class EmbeddedEngine:
         self._settings, self._folder = settings, folder
         self._device = torch.device(settings.device)
         self._max_len = settings.max_prompt_tokens + settings.max_response_tokens
-        self._model = _load_model(folder, settings, self._max_len)
+        dtype, trust = settings.dtype, settings.trust_remote_code
+        self._model: Any = load_model(folder, dtype=dtype, device=settings.device, trust_remote_code=trust)
+        config = self._model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and self._max_len > limit:
+            raise ModelError(
+                f"searcher.max_prompt_tokens + searcher.max_response_tokens = {self._max_len}, "
+                f"but the model's context is {limit} tokens; lower one of them"
+            )
+        check_positions(config, self._max_len)
         use_grouped_attention(self._model)
         self.num_slots = settings.num_slots
         self.default_eos_ids = as_ids(getattr(self._model.generation_config, "eos_token_id", None))
-        config = self._model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         self._windows = attention_windows(config, self._max_len)
         num_prefix_slots = max(4, settings.num_slots // 4)
@@ -138,8 +146,12 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> list[Completion]:
+        batch = self._batch
         if self._cache_is_stale:
-            self._recompute_cache()
+            # keys and values under the new weights; shortest first, so that each prefill pads little
+            slots = sorted((i for i in batch.active_slots() if batch.position[i] > 0), key=lambda i: batch.position[i])
+            self._prefill([batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots], slots)
+            self._cache_is_stale = False
         self._fill_slots()
         moves = self._batch.compact()
         if moves:
@@ -284,26 +296,22 @@ class EmbeddedEngine:
             use_cache=True,
         )
         temperatures = self._tensor(batch.temperature[:num_used])
-        tokens, logprobs = sample(output.logits[:, -1], temperatures, self._generator, self._sampling_options())
+        options = None
+        if batch.has_options:  # beyond a temperature
+            slots, banned = batch.banned()
+            # an id beyond the vocabulary, as of a tokenizer with more ids than the model, cannot be drawn anyway
+            is_in_vocab, limited = banned < self.vocab_size, batch.limited()
+            top_k = batch.top_k[limited]
+            options = SamplingOptions(
+                banned_rows=self._tensor(slots[is_in_vocab]),
+                banned_tokens=self._tensor(banned[is_in_vocab]),
+                limited_rows=self._tensor(limited),
+                top_k=self._tensor(np.where(top_k > 0, top_k, self.vocab_size)),
+                top_p=self._tensor(batch.top_p[limited]),
+                seeded=batch.seeded(),
+            )
+        tokens, logprobs = sample(output.logits[:, -1], temperatures, self._generator, options)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
-
-    def _sampling_options(self) -> SamplingOptions | None:
-        """Return the options beyond a temperature; None when no request has any."""
-        batch = self._batch
-        if not batch.has_options:
-            return None
-        slots, tokens = batch.banned()
-        # an id beyond the vocabulary, as of a tokenizer with more ids than the model, cannot be drawn anyway
-        is_in_vocab, limited = tokens < self.vocab_size, batch.limited()
-        top_k = batch.top_k[limited]
-        return SamplingOptions(
-            banned_rows=self._tensor(slots[is_in_vocab]),
-            banned_tokens=self._tensor(tokens[is_in_vocab]),
-            limited_rows=self._tensor(limited),
-            top_k=self._tensor(np.where(top_k > 0, top_k, self.vocab_size)),
-            top_p=self._tensor(batch.top_p[limited]),
-            seeded=batch.seeded(),
-        )
 
     @cached_property
     def _stops(self) -> StopStringMatcher:
@@ -314,11 +322,6 @@ class EmbeddedEngine:
     def _completes_stop(self, tokens: NDArray[np.int64], request: Request) -> bool:
         return self._stops.completes(tokens.tolist(), request.sampling.stop)
 
-    def _own_generator(self, request: Request) -> torch.Generator | None:
-        seed = request.sampling.seed
-        # greedy draws nothing
-        return None if seed is None or request.sampling.temperature == 0 else _generator(self._device, seed)
-
     def _fill_slots(self) -> None:
         """Put waiting requests into free slots, after a prefill of the prompts that are not cached."""
         while self._waiting and self._batch.num_active < self.num_slots:
@@ -327,19 +330,14 @@ class EmbeddedEngine:
             if new_prefixes:
                 self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
             source = [self._prefixes.slot_of(request) for request in admitted]
-            target = [self._batch.add(request, self.version, self._own_generator(request)) for request in admitted]
+            target = list[int]()
+            for request in admitted:
+                seed, is_greedy = request.sampling.seed, request.sampling.temperature == 0
+                own = None if seed is None or is_greedy else _generator(self._device, seed)
+                target.append(self._batch.add(request, self.version, own))
             # all prompt tokens but the last, with which the request begins to decode
             longest = max(len(request.prompt_tokens) for request in admitted) - 1
             self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
-
-    def _recompute_cache(self) -> None:
-        """Recompute the keys and values of active requests under the new weights."""
-        batch = self._batch
-        # shortest first, so that each prefill pads little
-        slots = sorted((i for i in batch.active_slots() if batch.position[i] > 0), key=lambda i: batch.position[i])
-        sequences = [batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots]
-        self._prefill(sequences, slots)
-        self._cache_is_stale = False
 
     def _prefill(self, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Compute keys and values of whole sequences, right-padded, a few thousand tokens at a time."""
@@ -447,18 +445,3 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
-
-
-def _load_model(folder: Path, settings: EngineSettings, max_len: int) -> Any:
-    model = load_model(
-        folder, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code
-    )
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and max_len > limit:
-        raise ModelError(
-            f"searcher.max_prompt_tokens + searcher.max_response_tokens = {max_len}, "
-            f"but the model's context is {limit} tokens; lower one of them"
-        )
-    check_positions(config, max_len)
-    return model

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -87,23 +87,17 @@ class StartingModel:
         targets = self._tensor(np.concatenate([response for _, response in pairs]))
         places = (self._tensor(row), self._tensor(column))
         pieces = []
-        for logits, chunk in self._logits(self._tensor(ids), places, targets):
+        if self._has_plain_head:  # at most LOGITS_BYTES at a time
+            hidden = self._model.base_model(input_ids=self._tensor(ids), use_cache=False).last_hidden_state[places]
+            head = self._model.get_output_embeddings()
+            size = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
+            parts = ((head(part), chunk) for part, chunk in zip(hidden.split(size), targets.split(size), strict=True))
+        else:
+            parts = [(self._model(input_ids=self._tensor(ids), use_cache=False).logits[places], targets)]
+        for logits, chunk in parts:
             wide = logits.float() / temperature
             pieces.append(wide.gather(1, chunk[:, None])[:, 0] - wide.logsumexp(dim=1))
         return torch.cat(pieces)
-
-    def _logits(
-        self, ids: Int[Tensor, "B L"], places: tuple[Tensor, Tensor], targets: Int[Tensor, " T"]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logits that predict response tokens, with their targets, at most LOGITS_BYTES at a time."""
-        if not self._has_plain_head:
-            yield self._model(input_ids=ids, use_cache=False).logits[places], targets
-            return
-        hidden = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[places]  # [T, H]
-        head = self._model.get_output_embeddings()
-        size = max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))
-        for part, chunk in zip(hidden.split(size), targets.split(size), strict=True):
-            yield head(part), chunk
 
     @torch.inference_mode()
     def _probe(self) -> bool:

@@ -144,8 +144,28 @@ class VllmEngine:
         is_known = request.request_id in self._requests or request.request_id == _CANARY_ID
         check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
         check_vllm_request(request, self._vllm_ends)
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        params = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop=list(sampling.stop),
+            stop_token_ids=list(request.eos_ids),
+            ignore_eos=True,  # ignores only the model's own ids; those of the request are above
+            max_tokens=request.max_response_tokens,
+            min_tokens=request.min_response_tokens,
+            logprobs=0,
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
         try:
-            vllm_id = add_request(self._llm, request.request_id, request.prompt_tokens, _sampling_params(request))
+            vllm_id = add_request(self._llm, request.request_id, request.prompt_tokens, params)
         except (ValueError, TypeError) as error:
             raise EngineError(f"request {request.request_id} is refused by vLLM: {error}") from None
         sampled = self._sampled.follow(vllm_id, needs_text=bool(request.sampling.stop))
@@ -162,11 +182,22 @@ class VllmEngine:
         """Run one step of vLLM's scheduler (see `Engine.step`)."""
         if not self._requests:
             return []
-        completions = [self._completion(output) for output in self._workers.step() if output.finished]
-        for completion in completions:
-            self._sampled.forget(self._requests.pop(completion.request_id).vllm_id)
-            if not np.isfinite(completion.sampler_logprobs).all():
+        completions = list[Completion]()
+        for output in (each for each in self._workers.step() if each.finished):
+            asked, response = self._requests.pop(output.request_id), output.outputs[0]
+            self._sampled.forget(asked.vllm_id)
+            reason = "stop_string" if isinstance(response.stop_reason, str) else "stop"
+            if response.finish_reason == "length":
+                reason = "length"
+            elif response.finish_reason != "stop":
+                raise EngineDiedError(f"vLLM ended request {output.request_id} with {response.finish_reason!r}")
+            logprobs = np.array(asked.sampled.logprobs, np.float32)
+            if not np.isfinite(logprobs).all():
                 raise EngineDiedError(f"the logits are not finite under version {self.version}; its weights are broken")
+            tokens, marks, started_at_s = np.array(asked.sampled.tokens, np.int32), asked.versions, asked.started_at_s
+            completions.append(
+                make_completion(asked.request, tokens, logprobs, reason, marks=marks, started_at_s=started_at_s)
+            )
         return completions
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
@@ -248,24 +279,6 @@ class VllmEngine:
         """Drop all keys and values; running requests go back to vLLM's queue with their tokens."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
 
-    def _completion(self, output: Any) -> Completion:
-        asked = self._requests[output.request_id]
-        request, response = asked.request, output.outputs[0]
-        if response.finish_reason == "stop":
-            reason = "stop_string" if isinstance(response.stop_reason, str) else "stop"
-        elif response.finish_reason == "length":
-            reason = "length"
-        else:
-            raise EngineDiedError(f"vLLM ended request {request.request_id} with {response.finish_reason!r}")
-        return make_completion(
-            request,
-            np.array(asked.sampled.tokens, np.int32),
-            np.array(asked.sampled.logprobs, np.float32),
-            reason,
-            marks=asked.versions,
-            started_at_s=asked.started_at_s,
-        )
-
 
 def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
     """Build a running LLMEngine of the model in `folder`."""
@@ -305,27 +318,3 @@ def _build(folder: Path, settings: VllmSettings, *, on_cpu: bool) -> Any:
             f"vLLM did not start {num_ranks} ranks (searcher.tensor_parallel_size) for the model in {folder}; the "
             f"first error above says why: {type(error).__name__}: {error}"
         ) from None
-
-
-def _sampling_params(request: Request) -> Any:
-    """Return vLLM's sampling parameters for a request."""
-    import vllm
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling = request.sampling
-    return vllm.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=list(sampling.stop),
-        stop_token_ids=list(request.eos_ids),
-        ignore_eos=True,  # ignores only the model's own ids; those of the request are above
-        max_tokens=request.max_response_tokens,
-        min_tokens=request.min_response_tokens,
-        logprobs=0,
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )

@@ -47,30 +47,23 @@ def start_engine(arguments: dict[str, Any], *, on_cpu: bool) -> Any:
     from vllm.usage.usage_lib import UsageContext
 
     config: Any = vllm.EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
-    if on_cpu:
-        _check_head_size(config.model_config.get_head_size())
-        config.cache_config.kv_cache_memory_bytes = _full_cache_bytes(config)
-    return vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
-
-
-def _check_head_size(head_size: int) -> None:
-    """Refuse a head size that vLLM itself would refuse only at the first token."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in sizes:
-        raise ConfigError(
-            f"attention heads of size {head_size}: vLLM on the CPU supports {', '.join(map(str, sizes))} only; "
-            "set searcher.engine to embedded"
-        )
-
-
-def _full_cache_bytes(config: Any) -> int:
-    """Return the bytes of keys and values of all slots at full length: whole blocks, and one that vLLM keeps."""
     model, cache, num_slots = config.model_config, config.cache_config, config.scheduler_config.max_num_seqs
-    num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
-    per_token = 2 * model.get_num_kv_heads(config.parallel_config) * model.get_head_size() * model.dtype.itemsize
-    return num_blocks * cache.block_size * per_token * model.get_num_layers(config.parallel_config)
+    if on_cpu:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        # vLLM itself would refuse the size only at the first token
+        head_size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if head_size not in sizes:
+            raise ConfigError(
+                f"attention heads of size {head_size}: vLLM on the CPU supports {', '.join(map(str, sizes))} only; "
+                "set searcher.engine to embedded"
+            )
+        # whole blocks, and one that vLLM keeps
+        num_blocks = num_slots * -(-model.max_model_len // cache.block_size) + 1
+        per_token = 2 * model.get_num_kv_heads(config.parallel_config) * head_size * model.dtype.itemsize
+        per_block = cache.block_size * per_token * model.get_num_layers(config.parallel_config)
+        cache.kv_cache_memory_bytes = num_blocks * per_block
+    return vllm.LLMEngine.from_vllm_config(config, usage_context=UsageContext.LLM_CLASS, disable_log_stats=True)
 
 
 # ---- The engine ---------------------------------------------------------------------------------------------------
@@ -233,14 +226,29 @@ class WorkerModel:
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        _forget_expert_kernels(model)
+        on_cpu = device_in_use()[0]
+        # vLLM packs weights for a kernel of experts only when it makes one, and copies them unpacked into one that is
+        # there. On a GPU nothing is packed, and CUDA graphs need the kernels that they have captured.
+        methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()] if on_cpu else []
+        for method in methods:
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
         initialize_layerwise_reload(model)
         try:
             model.load_weights(iter(tensors))
         finally:
             # vLLM keeps the tensors of a load that failed, and the next load would mix them in
             finalize_layerwise_reload(model, self.config.model_config)
-        _renew_output_heads(model)
+        if not on_cpu:
+            return
+        # vLLM renews the packed copy of an output head when the head's own weights are loaded. A head that is tied to
+        # the input embedding has none, and would silently use the old weights.
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def _scale_slices_alone() -> None:
@@ -257,27 +265,3 @@ def _scale_slices_alone() -> None:
 
     module: Any = fp8
     module.amax_for_tp_weight_quant = module.amax_for_moe_weight_quant = own
-
-
-def _forget_expert_kernels(model: Any) -> None:
-    """Have vLLM set the kernels of experts up anew on the CPU when their next weights are in."""
-    # vLLM packs weights for a kernel only when it makes one, and copies them unpacked into one that is there. On a GPU
-    # nothing is packed, and CUDA graphs need the kernels that they have captured.
-    for module in model.modules() if device_in_use()[0] else ():
-        method: Any = getattr(module, "quant_method", None)
-        if hasattr(method, "moe_kernel"):
-            method.moe_kernel = None
-
-
-def _renew_output_heads(model: Any) -> None:
-    """Renew the packed copy of the weights that an output head keeps on the CPU."""
-    # vLLM renews it when the head's own weights are loaded. A head that is tied to the input embedding has none,
-    # and would silently use the old weights.
-    if not device_in_use()[0]:
-        return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

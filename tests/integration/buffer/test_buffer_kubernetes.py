@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_buffer.run.scaling import kubernetes, scaling
+from tba_buffer.run import kubernetes, scaling
 
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient

@@ -1,6 +1,7 @@
 """Change and show the number of searchers; on Kubernetes, set the replicas to it every RECONCILE_S.
 
-Redis has the number that an operator asked for, with a line of the audit for every change.
+Redis has the number that an operator asked for, with a line of the audit for every change. Without Kubernetes,
+`tba run` reads the number with the state of the run, and starts and stops searchers (tba_cli/local/).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tba.concurrency import in_thread
 from tba.errors import ConfigError, ConflictError, UnavailableError
 from tba.logs import get_logger
 from tba_buffer.run.components import Components
-from tba_buffer.run.scaling.kubernetes import Deployment, ScalingFailure
+from tba_buffer.run.kubernetes import Deployment, ScalingFailure
 from tba_buffer.run.state import RunStateReader
 from tba_buffer.storage.context import Context, needed, parse_number, read_lines
 from tba_buffer.storage.redis_client import redis_errors

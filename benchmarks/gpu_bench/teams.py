@@ -28,6 +28,7 @@ from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import WeightVersions
 from tba_cli.ports import PortRequest, choose_ports
+from tests.support import stored_checkpoint
 
 ALONE = 0
 """Instead of a number of processes: one, with the whole model."""
@@ -186,7 +187,7 @@ def _restores(bench: Bench, learner: Learner, recipe: Recipe, team: Team, folder
         model_config_sha256="0" * 64,
         policy_temperature=recipe.model.policy_temperature,
     )
-    store.save(state, learner.capture())
+    stored_checkpoint.save(store, state, learner.capture())
     batch = make_batch(2, 4, 64, vocab_size, seed=9)
     learner.gradients(batch, step=NUM_STEPS + 1, policy_ages=[1] * len(batch.rollouts))
     learner.apply(step=NUM_STEPS + 1, lineage=1)

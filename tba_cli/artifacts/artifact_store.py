@@ -100,9 +100,10 @@ class ArtifactStore:
         return manifest
 
     def pull(self, manifest: FolderManifest, folder: Path) -> int:
-        """Fetch what a folder lacks of the stored one; return how many files were fetched.
+        """Fetch the files of the stored folder that are missing in `folder`; return their number.
 
         Raises:
+            ConfigError: `folder` is a file or has another file of the same name, or the disk is full.
             DigestError: the store gives something else than was pushed.
             StoreError: the store cannot be read.
         """

@@ -193,7 +193,7 @@ async def _with_buffer(
             await processes.start(process_spec(config, folder, "redis"))
             await wait_for_redis(folder.redis_socket_path, folder.redis_password_path)
             if script is not None:
-                from tba_buffer.storage.losses import READ  # the one script that a view runs
+                from tba_buffer.storage.lost_changes import READ  # the one script that a view runs
 
                 await ask_redis(folder.redis_socket_path, folder.redis_password_path, script, "LOAD", READ)
             await processes.start(process_spec(config, folder, "buffer"))

@@ -34,7 +34,7 @@ def process_spec(
     """Return how to start a process.
 
     Args:
-        kind: of `processes.PARTS`; a trainer of several processes is started by torchrun.
+        kind: a key of `processes.PARTS`; a trainer of several processes is started by torchrun.
     """
     if kind == "redis":
         command = redis_command(

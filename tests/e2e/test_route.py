@@ -47,7 +47,7 @@ BESIDE = (
 AT_TIMES = {
     # when a request meets a new connection to Redis
     "tba/config/redis.py",
-    "services/buffer/tba_buffer/run/data_loss.py",
+    "services/buffer/tba_buffer/run/accept_loss.py",
     # when a delta is tried again: one publication in `DeltaSettings.keyframe_interval`, where deltas do not pay
     "tba/weights/delta.py",
     # when a draw has to wait for rollouts

@@ -44,9 +44,9 @@ from tba_buffer.rollouts.push import PushAdmission, RolloutWriter
 from tba_buffer.rollouts.queries import RolloutReader
 from tba_buffer.rollouts.token_texts import TokenTexts
 from tba_buffer.rollouts.trained_steps import TrainedSteps
+from tba_buffer.run.accept_loss import LossRecovery
 from tba_buffer.run.components import Components, absent_trainer
 from tba_buffer.run.control import RunControl
-from tba_buffer.run.data_loss import LossRecovery
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.run.scaling import Scaling

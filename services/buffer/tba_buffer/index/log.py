@@ -113,7 +113,7 @@ class Drawn:
         """Read what `pack` wrote.
 
         Raises:
-            ValueError: it is nothing that `pack` writes.
+            ValueError: `data` was not written by `pack`.
         """
         batch_id, lineage, step, slots, positions = _DRAWN_DECODER.decode(data)
         return cls(

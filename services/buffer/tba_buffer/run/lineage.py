@@ -156,7 +156,7 @@ class Lineages:
             ConflictError: the version is not in the history of the active lineage.
         """
         version = PolicyVersion.parse(request.version)
-        await self._check_history(version, request.token, f"the publication of version {version}")
+        await self._check_token_and_history(version, request.token, f"the publication of version {version}")
         reply = await self._context.scripts.run(
             "publish",
             token=request.token,
@@ -178,7 +178,7 @@ class Lineages:
             ConflictError: the version is not in the history of the active lineage.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"
-        await self._check_history(version, request.token, what)
+        await self._check_token_and_history(version, request.token, what)
         reply = await self._context.scripts.run(
             "register_checkpoint",
             token=request.token,
@@ -191,7 +191,7 @@ class Lineages:
         if reply[0] == b"rollback":
             raise rollback_waits(what, reply[1])
 
-    async def _check_history(self, version: PolicyVersion, token: str, what: str) -> None:
+    async def _check_token_and_history(self, version: PolicyVersion, token: str, what: str) -> None:
         # only the history needs this read: the script that follows compares the token once more
         run = await RunHash.read(self._context)
         if run.token != token:

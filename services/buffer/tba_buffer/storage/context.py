@@ -32,7 +32,7 @@ from tba.versions import PolicyVersion
 from tba_buffer.storage.buffer_epoch import BufferEpoch
 from tba_buffer.storage.durability import DurabilityCheck
 from tba_buffer.storage.keys import Keys
-from tba_buffer.storage.losses import LOSS_COUNTERS, Losses
+from tba_buffer.storage.lost_changes import LOSS_COUNTERS, Losses
 from tba_buffer.storage.redis_client import BytesRedis, Command, read_count, redis_errors
 
 T = TypeVar("T")

@@ -383,7 +383,7 @@ class WorkerPool:
     def _remove(self, worker: WorkerHandle) -> None:
         """Kill a worker."""
         self._workers.remove(worker)
-        worker.kill()
+        worker.ask_to_kill()
         self._create_task(worker.end())
 
     def _create_task(self, coroutine: Coroutine[None, None, object]) -> None:

@@ -116,8 +116,8 @@ class WorkerHandle(asyncio.Protocol):
             return max(0.0, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S - self._cpu_before_s)
         return 0.0
 
-    def kill(self) -> None:
-        """Kill it and all that it has started, and call nobody back any more; `end` has to follow."""
+    def ask_to_kill(self) -> None:
+        """Ask its guard (worker_main.py) to kill it and its children, and call nobody back; `end` has to follow."""
         self._is_given_up = True
         if self._transport is not None:
             self._transport.abort()

@@ -59,8 +59,8 @@ def bucket_name(policy_age: int) -> str:
 def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
     """Return metrics per bucket B of policy ages that occur.
 
-    `ess_age_B`, `log_ratio_mean_age_B` (nats per rollout) and `log_ratio_token_abs_age_B` (mean |trainer - sampler
-    log-prob| of a token, nats) of the rollouts that a pass was made for, None without any; and `num_rollouts_age_B`.
+    Of the rollouts with a pass, None without any: `ess_age_B`; `log_ratio_mean_age_B` (nats per rollout);
+    `log_ratio_token_abs_age_B` (mean |trainer - sampler| log-prob of a token, nats). Of all: `num_rollouts_age_B`.
     """
     buckets: dict[str, list[ForwardResult]] = {}
     for item in sorted(scored, key=lambda item: item.policy_age):

@@ -21,7 +21,7 @@ from tba.errors import StoreUnavailableError
 from tba.logs import get_logger
 from tba.store.open import TIMEOUT_S as STORE_TIMEOUT_S
 from tba.versions import START, PolicyVersion
-from tba_trainer.checkpoints.choice import before_suspect
+from tba_trainer.checkpoints.choose_checkpoint import before_suspect
 from tba_trainer.distributed.checkpoints import Upload
 from tba_trainer.learner.learner import TrainerState, config_sha256, encode_torch_rng
 from tba_trainer.loop import limits
@@ -185,9 +185,9 @@ class CheckpointWriter:
             self.give_up_upload()
 
     def give_up_upload(self) -> None:
-        """Forget the checkpoint that is being uploaded: no further object of it is written, and no manifest.
+        """Abandon the upload: write no more objects and no manifest.
 
-        The object that is under way is waited for, as long as one operation of the store takes.
+        Waits for the object under way, at most as long as one operation of the store takes.
         """
         if self._upload is not None:
             self._upload.give_up()

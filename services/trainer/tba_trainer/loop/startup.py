@@ -25,7 +25,7 @@ from tba.logs import get_logger
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.weights import WeightVersions, params_sha256_of_files
 from tba_trainer.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from tba_trainer.checkpoints.choice import before_suspect, first_intact, lineages_of, newest_intact
+from tba_trainer.checkpoints.choose_checkpoint import before_suspect, first_intact, lineages_of, newest_intact
 from tba_trainer.checkpoints.weight_files import TensorFiles, WeightSnapshot
 from tba_trainer.distributed.checkpoints import TeamCheckpoints
 from tba_trainer.learner.guards import GuardState, Rollback

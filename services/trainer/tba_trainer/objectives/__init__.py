@@ -18,7 +18,7 @@ micro-batches and ranks.
 from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, tied_group_share
 from tba_trainer.objectives.loss import ObjectiveFunction, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
-from tba_trainer.objectives.weights import Tokens, Totals, log_ratios, second_moment_cut
+from tba_trainer.objectives.token_weights import Tokens, Totals, log_ratios, second_moment_cut
 
 __all__ = [
     "Objective",

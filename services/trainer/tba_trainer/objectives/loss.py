@@ -29,7 +29,7 @@ from torch import Tensor
 from tba.errors import TbaError
 from tba_trainer.objectives.advantages import Sequences
 from tba_trainer.objectives.objective import Objective
-from tba_trainer.objectives.weights import Tokens, Totals, token_weights
+from tba_trainer.objectives.token_weights import Tokens, Totals, token_weights
 
 
 def objective_loss(

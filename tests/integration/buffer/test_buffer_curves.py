@@ -142,11 +142,13 @@ async def world(redis: RedisProcess) -> AsyncIterator[World]:
 
 async def test_what_was_read_is_not_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = 0
+    sizes: list[int] = []
     original = curves.read_page
 
     def counted(lines: list[bytes], **of: Any) -> list[curves.BatchLine]:
         nonlocal parsed
         parsed += len(lines)
+        sizes.append(sum(map(len, lines)))
         return original(lines, **of)
 
     monkeypatch.setattr(curves, "read_page", counted)
@@ -154,6 +156,7 @@ async def test_what_was_read_is_not_read_again(world: World, monkeypatch: pytest
     world.append(*(line(step, loss=float(step)) for step in range(1, 51)))
     assert await world.losses() == [float(step) for step in range(1, 51)]
     assert parsed == 50
+    assert max(sizes[1:]) <= 100_000
     world.append(line(51, loss=51.0))
     assert (await world.losses())[-2:] == [50.0, 51.0]
     assert await world.losses(from_step=51) == [51.0]

@@ -179,7 +179,7 @@ class IndexView:
             index, head = Index(self._settings), await read_head(self._context)
             with redis_errors("read the log position"):
                 raw = await self._context.redis.hget(self._context.keys.counters, "log_position")
-            # a damaged number counts as none here: the durability check refuses the run for it (losses.py)
+            # a damaged number counts as none here: the durability check refuses the run for it (lost_changes.py)
             end = read_count(raw) or 0
             if head.generation:
                 checkpoint = await read_checkpoint(self._context, head)

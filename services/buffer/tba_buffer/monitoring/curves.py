@@ -214,4 +214,4 @@ class CurvesReader:
             read = partial(read_page, new, key=self._context.keys.ledger, first=self._num_lines)
             self.metrics.add(read() if num_bytes < THREAD_BYTES else await in_thread(read))
             self._num_lines, self._last_line = self._num_lines + len(new), new[-1]
-            self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(lines) // num_bytes))
+            self._lines_per_page = max(1, min(MAX_LINES, PAGE_BYTES * len(new) // num_bytes))

@@ -58,7 +58,7 @@ ACKNOWLEDGING = {
     "settings",
     "scale",
 }
-"""Scripts that acknowledge something: each adds one to the counter `acknowledged` (losses.py). Leases, draws and
+"""Scripts that acknowledge something: each adds one to the counter `acknowledged` (lost_changes.py). Leases, draws and
 evictions are made again when Redis has lost them."""
 HEAD = """\
 local args = cmsgpack.unpack(ARGV[1])

@@ -54,7 +54,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 |                 |        | that the trainer had not deleted when it registered one           | register_checkpoint   |
 |                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
 |                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
-|                 |        | changes_missing: lost, and not accepted, as it was found out      | losses.py,            |
+|                 |        | changes_missing: lost, and not accepted, as it was found out      | lost_changes.py,      |
 |                 |        |                                                                   | accept_loss           |
 | run_changes     | list   | JSON lines, oldest first: who changed the state or accepted a     | command, accept_loss, |
 |                 |        | loss, when and why                                                | start_lineage         |
@@ -90,7 +90,7 @@ the pieces of a checkpoint that was never completed expire by themselves.
 | requests        |        |                                                                   |                       |
 | rescore         | string | JSON of the re-scoring job, running or last                       | rescore.py            |
 
-Counters: acknowledged (changes that somebody was told are stored: losses.py); log_position (of the last event);
+Counters: acknowledged (changes that somebody was told are stored: lost_changes.py); log_position (of the last event);
 draw_position (of the last draw); evicted_number (of the last eviction); generated, loaded (from a snapshot),
 scored_total, pushed:<outcome>, refused:<code>, evicted:<reason>, rescored:<outcome> (ever); inflight (rollouts that
 open train leases still owe); drawn, void (rollouts drawn; of those, in batches that became void), trained, batches;

@@ -27,7 +27,7 @@ ROUTE = {
     "lease": "SearcherLoop._lease_task BufferClient.lease prompts_router.<locals>.lease",
     "generation": "SearcherLoop._engine_task EngineThread._call.<locals>.work",
     "score": "Delivery.score_forever RewardClient.score build_app.<locals>.score RewardService.score "
-    "RewardService._score_task RewardComponent.score InlineScorer._score_chunk",
+    "RewardService._score_task RewardComponent.score InlineScorer.score.<locals>.score_chunk",
     "push": "Delivery.push_forever BufferClient.push training_router.<locals>.push IndexView.catch_up",
     "draw": "Prefetcher._poll BufferClient.draw_batch training_router.<locals>.draw_batch",
     "gradient": "TrainingLoop._one_step",

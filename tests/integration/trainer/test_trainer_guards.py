@@ -1,23 +1,33 @@
-"""Guards in the training loop: skipped steps, levers, pause, rollback, failure; over a recorded buffer."""
+"""Guards in the training loop: skipped steps, levers, pause, rollback, failure; over a recorded and a real buffer."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tba_trainer.learner.learner import Learner
 from tba_trainer.loop.batches import MAX_DAMAGED
+from tba_trainer.trainer import train
 
+from tba.api import RollbackRequest, RunCommand
 from tba.errors import GuardError, MalformedError, SchemaVersionError, TbaError, UnavailableError, VoidBatchError
-from tba.wire import Batch
+from tba.store import FileStore
+from tba.wire import Batch, encode_rollout
+from tba_cli.commands.report import check_command
+from tba_cli.parser import parse_arguments
+from tests.support.buffer import make_prompts
+from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.guards import make_guards
 from tests.support.rollout_values import replace
-from tests.support.trainer_values import changed, make_batch, make_recipe
+from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout, recipe_of_buffer
 from tests.support.trainer_world import World, failing, same
+from tests.support.waits import DEADLINE_S, until
 
 Change = Mapping[int, dict[str, float | None]]
 Measured = Callable[..., None]
@@ -203,6 +213,15 @@ def test_rollback_to_a_good_step(tmp_path: Path, model: Path, measured: Measured
     assert buffer.beats[-1].gauges["alarms_non_finite"] == 1.0
 
 
+def test_a_crash_after_a_rollback_leads_to_no_suspect(world: World, model: Path, measured: Measured) -> None:
+    measured({5: {"grad_norm": math.nan}})
+    settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
+    world.train_until_killed(settings, "ack", lineage=2)
+    assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")  # 1-4 was, which no good step followed
+    world.train(settings)
+    assert (world.buffer.state, world.buffer.parents) == ("done", {1: "0-0", 2: "1-2", 3: "1-2"})
+
+
 def test_a_crash_after_a_rollback_to_the_start_forgets_nothing(world: World, model: Path, measured: Measured) -> None:
     measured({3: {"grad_norm": math.nan}})
     settings = recipe(
@@ -370,3 +389,34 @@ def test_answers_that_are_never_a_batch_end_with_what_to_do(world: World, model:
     with pytest.raises(TbaError, match=sentence):
         world.train(recipe(model))
     assert world.buffer.acks == []
+
+
+def test_pause_and_rollback_over_a_real_buffer(
+    serve_buffer: ServeBuffer, model: Path, tmp_path: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 7 rolls back to 1-5. The second lineage pauses at step 9, and an operator goes back to 1-5 again."""
+    measured({7: {"loss": math.nan, "grad_norm": math.nan}, 9: {"ess": 0.01}})
+    served = serve_buffer(store={"url": f"file://{tmp_path / 'store'}"})
+    client, rng = served.client(), np.random.default_rng(0)
+    client.upload_prompts(make_prompts(8, 4))
+    rollouts = [make_rollout(rng, prompt_id=f"train-{i % 8}", run="test", reward=float(i % 3)) for i in range(48)]
+    client.push([encode_rollout(rollout) for rollout in rollouts])
+    guards = make_guards(non_finite={"action": "rollback"}, ess_collapse={"patience_steps": 1, "action": "pause"})
+    settings = recipe_of_buffer(served.recipe, model, guards=guards, num_steps=10, checkpoint_interval=5, export=False)
+    services: dict[str, Any] = {"buffer": served.client(retry_s=120.0), "store": FileStore(tmp_path / "store")}
+    trainer = threading.Thread(
+        target=train, args=(settings,), kwargs={**services, "stop": threading.Event()}, daemon=True
+    )
+    trainer.start()
+    until("the run is paused", lambda: client.run().state == "paused" or not trainer.is_alive())
+    assert str(client.run().state_reason).startswith("step 2-9: ess_collapse: ")
+    client.rollback(RollbackRequest(step=8))
+    until("its weights are there", lambda: client.run().latest_version == "3-5" or not trainer.is_alive())
+    paused = client.run()
+    assert (paused.state, paused.rollback, paused.num_rollbacks) == ("paused", None, 1)
+    client.command("resume", RunCommand())
+    trainer.join(timeout=DEADLINE_S)
+    done = client.run()
+    assert (done.state, done.step, done.parents) == ("done", 10, {1: "0-0", 2: "1-5", 3: "1-5"})
+    assert check_command(parse_arguments(["ledger", "check", "--url", served.url])) == 0
+    assert "16 batches, 6 of them abandoned, 2 skipped, trainer starts: 3" in capsys.readouterr().out

@@ -234,10 +234,12 @@ async def test_a_rule_that_takes_long_inline_holds_up_nothing_else() -> None:
 async def test_a_release_of_a_package_that_grades_otherwise_is_found_by_an_example(
     outcome: Outcome, health: str
 ) -> None:
-    score = AsyncMock(side_effect=lambda rule, items, timeout_s: [outcome] * len(items))
-    pool = AsyncMock(score=score, health=Mock(return_value="ok"))
+    def score(rule: object, items: list[Item], timeout_s: float) -> list[Outcome]:
+        assert scorer.health() == "its example was not scored yet"
+        return [outcome] * len(items)
+
+    pool = AsyncMock(score=AsyncMock(side_effect=score), health=Mock(return_value="ok"))
     scorer = math.build(MathSpec(kind="math"), Tools(pool=pool, models=ModelPool()))
-    assert scorer.health() != "ok"
     await scorer.start()
     assert scorer.health() == health
 

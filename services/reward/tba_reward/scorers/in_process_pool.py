@@ -42,15 +42,14 @@ class ProcessPoolScorer:
     async def start(self) -> None:
         """Prepare the rule, score the example."""
         await self._pool.prepare(self._rule)
-        self._example_health = OK
-        if self._example is None:
-            return
-        outcome = (await self.score([self._example]))[0]
+        outcome = 1.0 if self._example is None else (await self.score([self._example]))[0]
         if isinstance(outcome, Failure):
             self._example_health = f"its example failed ({outcome.reason}: {outcome.detail})"
         elif outcome != 1.0:
             # a scorer that works but scores otherwise, for example with another release of a package
             self._example_health = f"its example scored {outcome}, not 1.0"
+        else:
+            self._example_health = OK
 
     async def close(self) -> None:
         """Do nothing: the pool belongs to the service."""

@@ -12,7 +12,7 @@
 Until the manifest exists, the checkpoint does not. Every process of the trainer writes the rows that it holds
 (parts.py), and a resume may have another number of processes: each reads the rows that it will hold. Checkpoints share
 the objects that they have in common; an object goes with the last checkpoint that names it. The buffer registers the
-checkpoint that a resume starts from; where it is damaged, a resume starts from an older one (choice.py).
+checkpoint that a resume starts from; where it is damaged, a resume starts from an older one (choose_checkpoint.py).
 """
 
 from __future__ import annotations

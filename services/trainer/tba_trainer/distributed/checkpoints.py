@@ -212,7 +212,7 @@ class Upload:
                         self.error = failure
                     elif has_ended:
                         self._all_ended.set()
-                else:  # of this process: the others need not finish
+                if self.error is not None:  # the others need not finish
                     self.give_up()
             left_s = deadline - time.monotonic()
             # the followers are asked again and again, if there are any

@@ -10,7 +10,7 @@ micro-batches and ranks.
 
     resolve(recipe.objective)             -> Objective      objective.py: preset, overrides and settings
     Sequences, advantages                 -> A_j            advantages.py: one function per formula
-    Tokens, Totals, token_weights         -> w_jt           weights.py: clips, clamps and masks of importance ratios
+    Tokens, Totals, token_weights         -> w_jt           token_weights.py: clips, clamps, masks of importance ratios
     objective_loss                        -> loss           loss.py: what a token's term is divided by
     ObjectiveFunction, custom_loss        -> loss           loss.py: a function from outside instead of both
 """

@@ -2,7 +2,7 @@
 
     loss = -sum_j sum_t stopgrad(A_j w_jt / divisor_j) log pi_theta(y_jt)
 
-with w from weights.py and, in a batch of N rollouts with T response tokens in all:
+with w from token_weights.py and, in a batch of N rollouts with T response tokens in all:
 
     groups               their number           online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
     rollouts             N                      the sum over the tokens of a rollout, as in Eq. 5 of arXiv 2503.18929

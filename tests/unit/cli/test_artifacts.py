@@ -140,6 +140,7 @@ def test_a_folder_is_there_once_it_is_whole(tmp_path):
     assert is_there(wanted)
     assert read_record(tmp_path / "m") == {"origin": wanted.origin, "commit": "c0ffee"}
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert not Path(RECORD).suffix, "it would be published with the weights, as files of a model are by their suffix"
 
 
 def test_a_folder_that_another_process_made_meanwhile_is_not_replaced(tmp_path):

@@ -53,6 +53,8 @@ def test_nothing_is_overwritten(place: Path, capsys: pytest.CaptureFixture[str])
     assert [path.name for path in (place / "sums").iterdir()] == ["notes"]
     (place / "file").touch()
     assert main(["init", "sums", "--folder", "file"]) == 2
+    assert main(["init", "sums", "--folder", "a b"]) == 0
+    assert "next:\n  cd 'a b'\n  tba score examples.jsonl --recipe sums.toml\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["Sums", "1st", "a/b", "..", "with space", "x" * 42, "gsm8k"])

@@ -55,6 +55,13 @@ def test_a_folder_with_a_run_needs_resume_or_fresh(begun):
             pass
 
 
+def test_a_start_that_failed_before_training_needs_no_flag(tmp_path):
+    folder = RunFolder(tmp_path / "demo")
+    for _ in range(2):
+        with folder.acquire(resume=False, fresh=False):
+            folder.write_json(folder.config_path, {})
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, fresh):
     (tmp_path / "thesis.tex").write_text("years of work")
@@ -82,6 +89,13 @@ def test_clear_deletes_all_but_the_lock_and_follows_no_link(begun, tmp_path):
         begun.clear()
         assert os.listdir(begun.path) == [".tba-run"]
     assert (outside / "kept").exists()
+
+
+def test_json_files_are_replaced_whole(begun):
+    with begun.recipe_path.open() as reader:
+        begun.write_json(begun.recipe_path, {"steps": 2})
+        assert json.load(reader) == {"run": {"name": "demo"}}
+    assert json.loads(begun.recipe_path.read_text()) == {"steps": 2}
 
 
 def test_nobody_else_looks_into_a_run_folder_and_every_start_has_new_secrets(tmp_path: Path) -> None:
@@ -155,6 +169,12 @@ def test_a_run_without_a_service_is_a_clear_error(two_runs, words, says):
     (two_runs / "runs" / "older" / "endpoints.json").unlink()
     with pytest.raises(ConfigError, match=says):
         url_of(*words)
+
+
+def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run is in progress under runs/"):
+        url_of()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.api import Stats
+from tba.api import FailedReason, Stats
 from tba_cli.main import main
 from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.history import load_history
@@ -88,7 +88,12 @@ def test_a_resume_at_the_last_step_is_evaluated_under_the_name_of_its_own_lineag
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_a_summary():
-    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)]))
+    reasons = [FailedReason(reason="bad_data", num=63, example="bad_data: no column 'gold'")]
+    counts = {"policy_age_histogram": {}, "num_failed": 63, "failed_reasons": reasons}
+    of_run = stats().model_copy(update=counts)
+    summary = summarise(history(ledger=[], step=0, evals=[evaluation("0-0", 0.3)], stats=of_run))
+    assert (summary["rollouts_failed"], summary["failed_reasons"]) == (63, [reasons[0].model_dump()])
+    assert summary["mean_policy_age"] is None
     assert summary["train_s"] is None
     assert summary["first_step_s"] is None
     assert summary["trainer_wait_share"] is None

@@ -43,6 +43,11 @@ def test_clients_reach_a_service_that_listens_everywhere(tmp_path):
     assert config.buffer_url == f"http://127.0.0.1:{config.buffer.port}"
 
 
+def test_paths_no_longer_depend_on_the_current_folder():
+    recipe = with_absolute_paths(make())
+    assert (recipe.model.path, recipe.data.path) == (str(Path.cwd() / "models" / "m"), str(Path.cwd() / "p.jsonl"))
+
+
 def test_every_seed_has_its_own_starting_model():
     warm = {"path": "/m/quick-{seed}", "warm_start": {"task": "addition"}}
     assert with_absolute_paths(make(run={"name": "r", "seed": 7}, model=warm)).model.path == "/m/quick-7"

@@ -17,8 +17,9 @@ from tba.config import parse_live
 from tba.errors import DigestError
 from tba.store import ObjectStore
 from tba_cli.reports.ledger import active_steps, lineage_tree
+from tests.support.rollout_values import replace
 from tests.support.stored_checkpoint import object_keys
-from tests.support.trainer_values import make_recipe
+from tests.support.trainer_values import make_batch, make_recipe
 from tests.support.trainer_world import World
 
 CHECKPOINTS = "runs/demo/checkpoints"
@@ -133,13 +134,14 @@ def active(world: World) -> list[dict[str, Any]]:
 
 
 def test_every_step_and_evaluation_is_in_the_file_with_the_ledgers_numbers(world: World, model: Path) -> None:
+    world.buffer.batch_of = lambda step: make_batch(step) if step != 3 else replace(make_batch(3), groups=())
     world.train(make_recipe(model, trainer={"num_steps": 4, "sync_interval": 2}, tracking=tracked(world)))
     assert [(line["lineage"], line["step"], line["parent"]) for line in lines_of(world, "start")] == [(1, 0, "0-0")]
     steps = lines_of(world, "step")
     assert [(line["lineage"], line["step"]) for line in steps] == [(1, step) for step in range(1, 5)]
     for line, (_, _, ack) in zip(steps, world.buffer.acks, strict=True):
-        assert line["metrics"] == ack.metrics
-        assert line["run"] == "demo"
+        assert (line["run"], line["metrics"], line.get("skipped")) == ("demo", ack.metrics, ack.skipped)
+    assert [line.get("skipped") for line in steps] == [None, None, "refused", None]
     evaluations = {line["eval_id"]: (line["lineage"], line["step"]) for line in lines_of(world, "evaluation")}
     assert evaluations == {"eval-0-0": (0, 0), "eval-1-2": (1, 2), "eval-1-4": (1, 4)}
     assert len(lines_of(world, "evaluation")) == 3

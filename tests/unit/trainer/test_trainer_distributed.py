@@ -160,6 +160,12 @@ def test_a_deterministic_trainer_refuses_random_kernels(tmp_path: Path, monkeypa
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize(("end", "code"), [("done", 0), ("stopped", 143)])
+def test_a_stop_is_not_the_end_of_a_job(end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "train", lambda *_, **__: end)
+    assert trainer.run_trainer(make_recipe(tmp_path)) == code
+
+
 def test_a_follower_says_what_came_of_a_job_that_a_new_lineage_forgets_meanwhile() -> None:
     class Forgotten(dict[str, Job]):
         """Another thread clears it when a job has just been looked up."""

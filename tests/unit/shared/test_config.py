@@ -236,6 +236,11 @@ def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
         load_recipe(recipe_path, environ={"TBA_BUFFER__CAPACTIY": "5"})
 
 
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        parse_recipe(MINIMAL, where="test").run.seed = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
 FORM = r"is not of the form section\.key=value"
 
 
@@ -320,7 +325,7 @@ def test_after_warm_up_every_schedule_stays_between_value_and_final(
         ({"value": 0.05, "final": 0.004}, "a constant schedule has no final value .got 0.004.; name its kind"),
         ({"kind": "cosine", "value": 1.0, "steps": 10, "decay_steps": 2}, "belongs to a wsd schedule"),
         ({"kind": "linear", "value": 1.0, "steps": 10, "warmup_steps": 10}, "warmup_steps is 10"),
-        ({"kind": "wsd", "value": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "room for 5 before its decay"),
+        ({"kind": "wsd", "value": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "has room for 5 before"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused(fields: dict, message: str) -> None:

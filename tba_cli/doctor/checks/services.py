@@ -116,7 +116,7 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
     known = {reward.task: reward.health for reward in reply.rewards}
     data = target.recipe.data
     # as far as the recipe alone names them; a file is not read
-    tasks = list(BUILT_IN) if data.generator in BUILT_IN else sorted({section.task for section in data.sets})
+    tasks = [data.generator] if data.generator in BUILT_IN else sorted({section.task for section in data.sets})
     for task in tasks if known else ():
         if task not in known:
             yield fail(

@@ -65,7 +65,8 @@ def waits(client: BufferClient) -> list[str]:
 def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
     client: BufferClient, away: RewardServer, redis: RedisProcess
 ) -> None:
-    client.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
+    # other texts than in the tests that follow: the reward service remembers scores
+    client.push([encode_rollout(make_rollout(reward=None, response_text=f"back {i}")) for i in range(4)])
     until("the wait is shown", lambda: waits(client) == [AWAY])
     assert statuses(client) == (0, 4, 0)
     away.come_back()

@@ -5,7 +5,6 @@ test_buffer_damaged_keys.py tests all other entries: each is a 503 with its name
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 

@@ -150,6 +150,7 @@ def processes_of(url: str) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_an_interrupt_stops_it_and_the_same_call_resumes_it(place: Path, model: Path, capfd):
     given: dict[str, Any] = {"rewards": [own_scorer()], "prompts": prompts(), "name": "stopped"}
     recipe = tiny_sections(model, trainer={"num_steps": ENDLESS}, searcher={"num_searchers": 1})
@@ -234,6 +235,7 @@ tba.run(json.load(open("recipe.json")), rewards=[always], prompts=json.load(open
 """
 
 
+@pytest.mark.nightly
 def test_a_script_without_a_guard_runs_once_and_its_run_ends_when_it_is_killed(place: Path, model: Path):
     (place / "script.py").write_text(SCRIPT)
     (place / "recipe.json").write_text(json.dumps(tiny_sections(model, trainer={"num_steps": ENDLESS})))

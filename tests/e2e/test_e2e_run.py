@@ -176,6 +176,7 @@ def arrived_before(place: Place, version: PolicyVersion) -> set[bytes]:
     raise AssertionError(f"there is no mark of {version}")
 
 
+@pytest.mark.nightly
 def test_a_run_without_searchers_trains_on_the_saved_buffer_of_a_run_that_has_ended(finished: Place) -> None:
     saved = finished.tba("buffer", "save", "all", RUN)
     assert saved.returncode == 0, saved.stderr
@@ -197,6 +198,7 @@ def test_a_run_without_searchers_trains_on_the_saved_buffer_of_a_run_that_has_en
     assert finished.tba("buffer", "save", "all", RUN).returncode == 2, "a snapshot is never overwritten"
 
 
+@pytest.mark.nightly
 def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(finished: Place, tmp_path: Path) -> None:
     num_more = NUM_MORE + 1  # `samples_per_insert_error` allows NUM_MORE batches before new rollouts come
     last = FORKED_AT.step + num_more

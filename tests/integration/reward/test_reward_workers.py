@@ -269,6 +269,7 @@ async def test_a_rule_that_hangs_while_it_is_loaded_has_a_deadline_of_its_own(tm
     await pool.close()
 
 
+@pytest.mark.nightly
 async def test_many_batches_of_good_and_bad_items_at_once_each_end_as_they_must(pool: WorkerPool) -> None:
     expected = {"fine": 0.5, "raise": "exception", "nan": "not_finite", "crash": "crashed", "hang": "too_slow"}
     draw = random.Random(1)

@@ -119,6 +119,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     assert s.gauges["rollouts_pushed"] == stats.num_rollouts
 
 
+@pytest.mark.nightly
 def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_waited_out(make_world, models):
     world: World = make_world()
     process = world.start_searcher(change=BEHIND)
@@ -143,6 +144,7 @@ def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_
     assert process.wait(timeout=TIMEOUT_S) == 0
 
 
+@pytest.mark.nightly
 def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up_to_a_stop_string(make_world, models):
     world: World = make_world(
         sampling={"group_size": 4, "rollouts_per_visit": 10},
@@ -171,6 +173,7 @@ def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up
     assert stats.num_rollouts >= 10 * stats.leases["fulfilled"] >= 80
 
 
+@pytest.mark.nightly
 def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world):
     world: World = make_world(num_train=0, num_heldout=0)
     short = Prompt(prompt_id="short", task="addition", text="1+2=", data={"answer": 3})
@@ -192,6 +195,7 @@ def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world)
     assert sigterm(process) == 0
 
 
+@pytest.mark.nightly
 def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_world):
     world: World = make_world(buffer={"lease_s": 6.0})  # less than scoring is retried
     process = world.start_searcher()  # there is no reward service: a visit waits for its scores
@@ -205,6 +209,7 @@ def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_w
     world.until(lambda: lease_one(client) and client.stats().leases["expired"] > 0, "the leases of a dead searcher")
 
 
+@pytest.mark.nightly
 def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
     world: World = make_world(searcher={"engine": "tests.support.odd_engines:LateEngine"})
     process = world.start_searcher()
@@ -214,6 +219,7 @@ def test_sigterm_while_the_engine_starts_does_not_wait_for_it(make_world):
     assert world.client.stats().leases["open"] == 0
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(make_world):
     world: World = make_world()
     root = Path(world.recipe.store.url.removeprefix("file://"))
@@ -224,6 +230,7 @@ def test_a_store_that_is_away_at_the_start_ends_the_searcher_at_the_deadline(mak
     assert "Traceback" not in world.log()
 
 
+@pytest.mark.nightly
 def test_a_drain_does_not_wait_for_a_step_that_does_not_come_back(make_world):
     world: World = make_world(searcher={"engine": "tests.support.odd_engines:HangingEngine", "drain_s": 1.0})
     process = world.start_searcher()

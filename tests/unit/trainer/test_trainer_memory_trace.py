@@ -51,6 +51,7 @@ def shared_traces() -> Iterator[None]:
         yield
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_recipe_fits(name: str) -> None:
     recipe = recipe_of(name)

@@ -77,9 +77,10 @@ test: $(VENV)/.test  ## everything that has to hold: lint, types, import contrac
 	$(MAKE) -j 2 lint types $(VENV)/.helm $(VENV)/.vllm  # each of them keeps one core busy
 	TEST_MINUTES=25 $(PYTEST) tests/e2e tests/system/chaos tests/chaos tests/integration tests/unit tests/contract tests/chart
 
-# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; two files at
-# once, folders of whole runs first; bytecode is kept, since every test that starts processes would compile the product again
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly"
+# one thread: the models are tiny, and idle OpenMP threads that spin slow every other process of a test; three files at
+# once on two cores, since many tests wait; folders of whole runs first; bytecode is kept, since every test that starts
+# processes would compile the product again
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 -m "not nightly"
 
 unit: $(VENV)/.test  ## the quick tests alone, without services and whole runs (a few minutes)
 	$(PYTEST) tests/unit

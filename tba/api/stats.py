@@ -146,7 +146,7 @@ class Curves(StrictModel):
 
 
 class RunSummary(StrictModel):
-    """What a run does, how it learns, what waits for what, and what to try; each one sentence or none."""
+    """What a run does, how it learns, what waits for what, and what to try: one sentence each."""
 
     doing: str
     learning: str | None

@@ -276,7 +276,7 @@ class Recipe(StrictModel):
 
     @property
     def constants(self) -> dict[str, JsonValue]:
-        """The settings that are constant within a run, as JSON: another value makes another run."""
+        """The values of CONSTANT_SETTINGS by dotted name, as JSON. No live setting and no resume changes them."""
         document = self.model_dump(mode="json")
         return {name: document[name.partition(".")[0]][name.partition(".")[2]] for name in CONSTANT_SETTINGS}
 

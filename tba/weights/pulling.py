@@ -353,15 +353,15 @@ def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaOb
 def assemble(
     manifest: Manifest, base_paths: Sequence[Path], steps: Sequence[tuple[Manifest, Sequence[Path]]], folder: Path
 ) -> list[Path]:
-    """Write the verified files of a version to `folder`.
+    """Apply deltas to a base version, and write the files of the newest version to `folder`. Check every tensor.
 
     Args:
-        manifest: of the version.
-        base_paths: the files of the version that the first step starts from.
-        steps: manifest and delta files of each version on the way, oldest first; the last one is of `manifest`.
+        manifest: of the newest version.
+        base_paths: the files of the base.
+        steps: manifest and delta files of each version after the base, oldest first; the last manifest is `manifest`.
 
     Returns:
-        One file for each that the manifest's tensors name.
+        The files that were written, one for each name in the tensors of the manifest.
 
     Raises:
         DigestError: a tensor is not what the manifest says.

@@ -132,7 +132,7 @@ def _partial_folder(item: PrepareItem) -> Path:
 
 
 def publish(item: PrepareItem, made: Path, *, commit: str | None) -> None:
-    """Rename a folder that is whole to that of the item, with a record of where its content came from."""
+    """Record origin and commit in the finished folder `made`, and rename it to the path of the item."""
     if made != _partial_folder(item):
         raise ConfigError(f"{item.path}: its file of settings changed while it was made; run this command again")
     record = {"origin": item.origin, "commit": commit}

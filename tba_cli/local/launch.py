@@ -126,13 +126,16 @@ def run_local(
 def _prepare(
     original: Recipe, folder: RunFolder, *, resume: bool, fresh: bool, console: Console
 ) -> tuple[Recipe, ObjectStore]:
-    """Choose ports, check the store and make room for a run that begins.
+    """Choose the addresses of the services, check the store, and write the recipe into the folder of the run.
+
+    Unless the run resumes: try the starting model, delete an older run of that name, copy what a fork begins with.
 
     Returns:
         The recipe of the services, and the store.
 
     Raises:
-        TbaError: a port is in use, or the store, the origin or the starting model cannot be used.
+        TbaError: a port is in use; the store, the origin or the starting model cannot be used; the store holds another
+            run of that name, and `fresh` is false.
     """
     config = with_real_addresses(original, folder)
     open_store(config.store, timeout_s=STORE_TIMEOUT_S).check(write=True)

@@ -92,7 +92,7 @@ class Columns:
             first += num
 
     def scan(self, name: str, first: int, end: int) -> NDArray:
-        """Return rows first .. end - 1 of a column; a view where they lie together."""
+        """Return rows first .. end - 1 of a column: a view if they are contiguous in the ring, else a copy."""
         pieces = [piece for _, piece in self.pieces(name, first, end)]
         if not pieces:
             return self._columns[name][:0]

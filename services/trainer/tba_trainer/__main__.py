@@ -20,7 +20,7 @@ def run(recipe: Recipe) -> int:
 
 
 def main() -> int:
-    """Return the exit code of the service."""
+    """Run the service, and return its exit code."""
     # before everything else is imported: from here on SIGTERM ends a start at once (`tba run` blocks it in torchrun)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     quit_on_signals("trainer", code=EXIT_STOPPED)

@@ -46,7 +46,7 @@ from tba_trainer.tracking import open_trackers
 
 _POLL_S = 1.0
 _SIGNAL_SPREAD_S = 1.0
-"""torchrun signals its processes one after another: the last one may lose the first one before its own signal."""
+"""How long a follower that has lost the leader waits for its own signal: torchrun signals one process after another."""
 log = get_logger("run")
 
 
@@ -54,9 +54,8 @@ def run_trainer(recipe: Recipe) -> int:
     """Run one trainer, or one of its processes where torchrun started it, until the run is over or SIGTERM arrives.
 
     Returns:
-        The exit code: 0 when the run is over, 143 when it was told to stop before. With several processes on one
-        machine the leader's code counts and the others return 0; on several machines, where each is a Job's pod of its
-        own, everyone returns it.
+        The exit code: 0 when the run is over, 143 when it was told to stop before. On one machine only the leader
+        returns 143 and its followers return 0. On several machines, each a pod of its own, all processes return 143.
     """
     torch.set_num_threads(recipe.trainer.torch_num_threads)
     section = recipe.trainer
@@ -108,7 +107,7 @@ def train(
             once (tba/early_signals.py).
 
     Returns:
-        Whether the run is done, or training was stopped before.
+        "done" if the run is over, "stopped" if training was stopped before.
     """
     context = TrainerContext(
         recipe=recipe,
@@ -135,7 +134,7 @@ def train(
 
 
 def _wait_for_buffer(buffer: BufferClient, stop: threading.Event) -> None:
-    """Wait (wait `buffer-start`) until the buffer answers: it may be late, with its Redis."""
+    """Wait until the buffer answers (the wait `buffer-start`): it may start later than the trainer."""
     deadline_s = time.monotonic() + START_WAIT_S
     while not stop.is_set():
         try:
@@ -152,7 +151,7 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
     """Train one lineage from the last checkpoint to its end. After a rollback it starts as a restarted process does.
 
     Args:
-        folder: for large files of this lineage.
+        folder: folder for large files of this lineage.
         rollback: how the lineage before this one ended; None: this is the first one of the process.
     """
     recipe, buffer, store = context.recipe, context.buffer, context.store
@@ -239,11 +238,11 @@ def _train_lineage(context: TrainerContext, *, folder: Path, rollback: Rollback 
 
 
 def _train_to_end(lineage: LineageContext, start: WeightSnapshot, *, stores_start: bool) -> Rollback | RunEnd:
-    """Publish the first version, train, and close what runs beside training.
+    """Publish the first version, train, then close prefetcher, publisher and heartbeats.
 
     Args:
         start: the starting weights.
-        stores_start: the store is to get them even if they are not announced, for searchers or as the base of adapters.
+        stores_start: store `start` even if it is not announced, for searchers or as the base of adapters.
     """
     session, publisher, num_prompts = lineage.session, lineage.publisher, lineage.recipe.eval.num_prompts_final
     alive_file = os.environ.get(ALIVE_FILE_VARIABLE)

@@ -1,1 +1,1 @@
-"""Checkpoints, files of weights on their way to the store, and the export of a run."""
+"""Checkpoints, and snapshots of weights to publish, with their files and canaries."""

@@ -19,34 +19,34 @@ from tba_trainer.model.packing import pack_sequences
 from tba_trainer.model.sharding import rounds_weights
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 8
-"""Short: generation stands still while an engine computes them."""
+"""Tokens of a canary: few, because generation pauses while an engine computes their log-probs."""
 NUM_CANDIDATES = 8
 MIN_TOLERANCE = MappingProxyType({"float32": 2e-3, "float16": 0.03, "bfloat16": 0.25})
 """Smallest tolerance of canaries, in nats. Trainer and engine round differently: a logit of size 8 to 16 is exact to
-2^-8 in float16 and to 2^-5 in bfloat16, and a few such roundings meet. An engine on a GPU rounds logits, where the
-trainer keeps its sums in float32: its own gap does not show that. So these are wide: 5 times the largest gap that the
-right weights of a trained dense model had in an engine (docs/results.md, "Canary tolerances")."""
+2^-8 in float16 and to 2^-5 in bfloat16, and several such errors add up. An engine on a GPU also rounds its logits, but
+the trainer does not, so its own gap is smaller. Therefore these are 5 times the largest gap that was measured in an
+engine with the right weights of a trained dense model (docs/results.md, "Canary tolerances")."""
 MAX_TOLERANCE = MappingProxyType({"float32": 0.0, "float16": 0.125, "bfloat16": 1.0})
-"""Largest tolerance that rounding alone may ask for: an engine with exchanged layers is further off."""
+"""Largest tolerance to which the trainer's own gap can lead, in nats: an engine with swapped layers is off by more."""
 EIGHT_BIT_TOLERANCE = 1.0
-"""Smallest tolerance where an engine has weights, keys or values in 8 bits, which the trainer's own gap does not show.
-A small model was off by up to 0.18 nats (docs/searcher.md); above 1 an engine with exchanged layers would pass."""
+"""Smallest tolerance if an engine has weights, keys or values in 8 bits, which the trainer's own gap does not show.
+A small model was off by up to 0.18 nats (docs/searcher.md); above 1 an engine with swapped layers would pass."""
 GAP_FACTOR = 4.0
-"""Between them the tolerance is so many times the trainer's own gap."""
+"""The tolerance is this multiple of the trainer's own gap, but within the smallest and the largest tolerance."""
 
 
 class CanaryMaker:
     """Computes the canaries of one model. The exact check of a version is `params_sha256`; the canary finds an engine
     that computes another model.
 
-    The trainer's own gap is how far its log-probs are from those of the published tensors in the published dtype. Of
-    some candidates the sequence with the least gap becomes the canary: in a mixture of experts rounding sends a token
-    to other experts where its router is near a tie, and such tokens are avoided. The median gap gives the tolerance.
+    The trainer's own gap of a sequence is the largest difference between theta's log-probs and those of the published
+    tensors in the published dtype. The candidate sequence with the smallest gap becomes the canary. This avoids tokens
+    that rounding sends to other experts of a mixture. The median gap of the candidates gives the tolerance.
 
     Args:
         theta: the model that is trained.
         published: the model with the published tensors in the published dtype; theta itself where that is the same.
-        recipe: which dtypes engines have.
+        recipe: gives the dtypes of the engines.
     """
 
     def __init__(self, theta: Any, published: Any, recipe: Recipe) -> None:
@@ -71,9 +71,9 @@ class CanaryMaker:
 
     @torch.no_grad()
     def make(self) -> Canary:
-        """Return the canary of the tensors that the published model holds now; theta has the same, not rounded.
+        """Return the canary of the tensors that the published model holds now. They must be theta's, rounded.
 
-        Every process of a sharded model calls it.
+        A collective for a sharded model: every process must call it.
         """
         chosen, gap = 0, 0.0
         if self._theta is not None:
@@ -93,12 +93,12 @@ class CanaryMaker:
         )
 
     def _uncompiled(self) -> AbstractContextManager[object]:
-        """Return a context in which passes of theta do not use its compiled layers: theirs would be other programs."""
+        """Return a context in which passes of theta do not use its compiled layers, and so compile nothing anew."""
         return torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
 
 
 def tolerance(gap: float, *, least: float, most: float) -> float:
-    """Return how far an engine may be off, in nats, by the trainer's own gap (NaN: `least`)."""
+    """Return the tolerance of a canary, in nats: `GAP_FACTOR` times the gap within `least` and `most`; NaN: `least`."""
     return max(least, min(GAP_FACTOR * gap, most))
 
 

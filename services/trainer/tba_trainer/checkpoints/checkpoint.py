@@ -8,11 +8,12 @@
             optimizer      AdamW moments
             reference      only if the reference is no longer the starting model
             ref_logprobs   the reference's cache
+            old_policy, old_logprobs    only with the old policy `trainer`: its copies of theta, and its cache
 
 Until the manifest exists, the checkpoint does not. Every process of the trainer writes the rows that it holds
-(parts.py), and a resume may have another number of processes: each reads the rows that it will hold. Checkpoints share
-the objects that they have in common; an object goes with the last checkpoint that names it. The buffer registers the
-checkpoint that a resume starts from; where it is damaged, a resume starts from an older one (choose_checkpoint.py).
+(parts.py). A resume may have another number of processes: each reads the rows that it will hold. Checkpoints share
+equal objects; an object is deleted with the last checkpoint that names it. The buffer registers the checkpoint that a
+resume starts from; if it is damaged, the resume starts from an older one (choose_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ log = get_logger("checkpoint")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """The rows of a checkpoint that this process holds, on this machine, verified."""
+    """This process's rows of a checkpoint, downloaded to local files and verified."""
 
     state: TrainerState
     sections: Mapping[str, SliceFiles]
@@ -58,7 +59,7 @@ class Checkpoint:
     folder: Path
 
     def close(self) -> None:
-        """Delete the files."""
+        """Delete the local files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -81,10 +82,10 @@ class CheckpointStore:
         self._num_sharers = num_sharers
         self._run, self._prefix = run, checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
-        """The last checkpoint that was made here, and its objects."""
+        """Version of the last checkpoint that this process committed, and digest -> lineage of its objects."""
 
     def key(self, version: PolicyVersion) -> str:
-        """Return the key of the checkpoint of a version, whether there is one or not."""
+        """Return the key that the checkpoint of a version has or would have in the store."""
         return f"{self._prefix}{version}"
 
     def begin_part(self, version: PolicyVersion, rows: Rows, *, known: Mapping[str, int], in_background: bool) -> Part:
@@ -94,7 +95,7 @@ class CheckpointStore:
             version: the name of the weights.
             rows: what this process writes (`Learner.capture`).
             known: digest -> lineage of the objects that need not be written again (`reusable_objects`).
-            in_background: copy all rows to memory now, if it has room; otherwise they are read as they are uploaded.
+            in_background: copy all rows to memory now if they fit; otherwise `Part.upload` copies them from the model.
 
         Raises:
             OSError: the local disk is full.
@@ -113,7 +114,7 @@ class CheckpointStore:
         )
 
     def reusable_objects(self, version: PolicyVersion) -> dict[str, int]:
-        """Return digest -> lineage of the objects of a checkpoint that stays until the next one is registered."""
+        """Return digest -> lineage of a checkpoint's stored objects. It must stay until the next one is registered."""
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]
         else:
@@ -130,7 +131,7 @@ class CheckpointStore:
         }
 
     def commit(self, state: TrainerState, objects: list[CheckpointObject]) -> str:
-        """Make a checkpoint of objects that are in the store, and return its key. Doing it again is harmless."""
+        """Write state and manifest of a checkpoint whose objects are in the store; return its key. Idempotent."""
         version = PolicyVersion.parse(state.version)
         key = self.key(version)
         # JSON, never a pickle: whoever can write to the store must not run code here
@@ -145,12 +146,12 @@ class CheckpointStore:
         return key
 
     def load(self, key: str) -> Checkpoint:
-        """Fetch a checkpoint, every digest verified; the caller closes it.
+        """Download this process's rows of a checkpoint, and verify every digest; the caller closes the result.
 
         Raises:
-            ObjectNotFoundError: it does not exist, or is half written.
-            DigestError, MalformedError: it is damaged.
-            StoreUnavailableError
+            ObjectNotFoundError: the checkpoint does not exist, or is half written.
+            DigestError, MalformedError: the checkpoint is damaged.
+            StoreUnavailableError: the store cannot be reached.
         """
         return self.fetch(key, self.manifest_of(key))
 
@@ -164,7 +165,7 @@ class CheckpointStore:
             ) from None
 
     def fetch(self, key: str, manifest: bytes) -> Checkpoint:
-        """Fetch the rows of this process, every digest verified; the caller closes it."""
+        """Do the rest of `load`: download the rows that the manifest names, and verify every digest."""
         document = decode_checkpoint_manifest(manifest, what=f"{key}/{MANIFEST}")
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
@@ -200,19 +201,19 @@ class CheckpointStore:
         return complete_versions(self._store, self._prefix)
 
     def of_lineage(self, history: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Return the checkpoints that a lineage descends from, oldest first.
+        """Return the checkpoints of a lineage and of those it descends from, oldest first.
 
         Args:
-            history: the last version of each lineage on the way to the start, from `LineageTree.ancestry`.
+            history: the last version that counts of each of these lineages, from `LineageTree.ancestry`.
         """
         last_step = {version.lineage: version.step for version in history}
         return [version for version in self.versions() if version.step <= last_step.get(version.lineage, -1)]
 
     def kept(self, keep: int, *, history: Iterable[PolicyVersion], last_good_step: int) -> list[PolicyVersion]:
-        """Return the newest `keep` checkpoints of the active lineage, oldest first, and before them one for a rollback.
+        """Return the checkpoints to keep, oldest first: the newest `keep`, and the one that a rollback would return to.
 
         Args:
-            history: of the active lineage, as for `of_lineage`.
+            history: history of the active lineage, as for `of_lineage`.
             last_good_step: the last step whose batch was applied with no serious alarm on.
         """
         active = self.of_lineage(history)
@@ -222,7 +223,7 @@ class CheckpointStore:
         return [*(version for version in proven if version not in newest), *newest]
 
     def delete(self, version: PolicyVersion) -> None:
-        """Delete one checkpoint, and the objects that no other names."""
+        """Delete one checkpoint, and its objects that no other checkpoint names."""
         try:
             objects = self._decode(version).objects
         except (ObjectNotFoundError, MalformedError):  # the next start collects them
@@ -245,7 +246,7 @@ class CheckpointStore:
         return deleted
 
     def _collect(self, keys: set[str]) -> None:
-        """Delete objects that no checkpoint names."""
+        """Delete those objects of `keys` that no checkpoint names; none if some manifest cannot be read."""
         if not keys:
             return
         try:

@@ -22,7 +22,7 @@ def newest_intact(checkpoints: CheckpointStore, info: RunInfo) -> Checkpoint | N
     Raises:
         ObjectNotFoundError, DigestError, MalformedError: the registered one is missing or damaged, and no older one is
             intact.
-        StoreUnavailableError
+        StoreUnavailableError: the store cannot be reached.
     """
     if info.checkpoint_key is None or info.checkpoint is None:
         return None
@@ -53,24 +53,24 @@ def before_suspect(
     comes first: it is the furthest from the divergence.
 
     Args:
-        lineages: every start of the trainer.
+        lineages: all lineages of the run.
         suspect: the registered checkpoint, which no good step followed.
         last_good_step: the last step whose batch was applied with no serious alarm on.
 
     Raises:
-        StoreUnavailableError
+        StoreUnavailableError: the store cannot be reached.
     """
     older = _older(checkpoints, lineages, suspect)
     return [version for version in reversed(older) if version.step < last_good_step] or older
 
 
 def _older(checkpoints: CheckpointStore, lineages: LineageTree, version: PolicyVersion) -> list[PolicyVersion]:
-    """Return the checkpoints that this one descends from, oldest first."""
+    """Return the checkpoints that `version` descends from, oldest first."""
     return [older for older in checkpoints.of_lineage(lineages.ancestry(version)) if older != version]
 
 
 def lineages_of(info: RunInfo) -> LineageTree:
-    """Return every start of the trainer."""
+    """Return all lineages of the run with their parents."""
     return LineageTree({number: PolicyVersion.parse(text) for number, text in info.parents.items()})
 
 

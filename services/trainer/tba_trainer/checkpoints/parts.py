@@ -3,11 +3,11 @@
     rows on the device --> memory, if staged --> a file on the local disk --digest--> an object in the store, if it is
                                                                                       not there
 
-Before the next step a part is copied to memory of the host, and uploaded beside training. Where not enough is free, it
-is uploaded before the next step.
+A part is copied to host memory before the next step, and uploaded while training goes on. If memory is short, it is
+uploaded before the next step instead.
 
-Files hold the rows of one section, at most `FILE_BYTES` of them. What other processes need as well, or what
-changes at another time, has files of its own: scalars of a sharded model, and each copy of the old policy.
+A file has rows of one section, at most `FILE_BYTES` of them. Two kinds of tensors have files of their own: scalars of a
+sharded model, which every process needs, and each copy of the old policy, which changes at other times.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tba_trainer.model.host_memory import HostMemoryError, free_bytes, kept_pinn
 from tba_trainer.model.slices import Layout, Rows, TensorSlice
 
 STAGING_FREE_SHARE = 0.75
-"""Of the free memory, what copies of a checkpoint may take: the rest is for versions, and for what begins meanwhile."""
+"""Share of the free memory that copies of a checkpoint may take. The rest is for weight versions and other work."""
 log = get_logger("checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of one section."""
+    """A local file with rows of tensors of one section."""
 
     path: Path
     section: str
@@ -50,12 +50,12 @@ class PartFile:
 def write_part_files(
     rows: Iterable[tuple[str, str, TensorSlice]], folder: Path, *, max_bytes: int, layout: Layout
 ) -> Iterator[PartFile]:
-    """Write rows to files, one after another; the caller may delete each.
+    """Write rows to files, and yield each file when it is complete; the caller may delete it.
 
     Args:
-        rows: section, name and rows, section after section; no more than one file's are held at once.
-        max_bytes: of rows in one file.
-        layout: of the model.
+        rows: (section, name, rows), ordered by section; at most the rows of one file are in memory at once.
+        max_bytes: largest number of bytes of rows in one file.
+        layout: layout of the model.
     """
 
     def group(item: tuple[str, str, TensorSlice]) -> tuple[str, str]:
@@ -75,21 +75,21 @@ def write_part_files(
 def _noted(
     rows: Iterable[tuple[str, str, TensorSlice]], slices: dict[str, Slice]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors, and note which rows they are."""
+    """Yield names and tensors, and record in `slices` which rows they are."""
     for _, name, piece in rows:
         slices[name] = Slice(begin=piece.begin, end=piece.end, shape=list(piece.shape))
         yield name, piece.tensor
 
 
 class Part:
-    """The part of one process on its way to the store.
+    """The part of a checkpoint that one process uploads.
 
     Args:
-        files: written as they are asked for; each is deleted once it is stored.
-        folder: of the files; deleted at the end.
-        key: of the checkpoint.
-        lineage: of this trainer.
-        known: digest -> lineage of the objects that the checkpoint before this one has in the store.
+        files: the files, each written when the iterator reaches it, and deleted once it is stored.
+        folder: folder of the files, deleted after the upload.
+        key: key of the checkpoint.
+        lineage: lineage of this trainer.
+        known: digest -> lineage of objects of the checkpoint before, which are not written again.
         is_staged: all rows were copied to memory.
     """
 
@@ -106,22 +106,22 @@ class Part:
     ) -> None:
         self.is_staged = is_staged
         self.objects: list[CheckpointObject] = []
-        """Those that are in the store."""
+        """The objects of this part that are in the store so far."""
         self._store, self._files, self._folder = store, files, folder
         self._key, self._lineage, self._known = key, lineage, dict(known)
         self._given_up = threading.Event()
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nothing more is to be written."""
+        """Whether `give_up` was called."""
         return self._given_up.is_set()
 
     def give_up(self) -> None:
-        """Write no further object; one that is under way is finished."""
+        """Stop the upload after the object that is being written now."""
         self._given_up.set()
 
     def upload(self) -> None:
-        """Write all objects that the store does not hold."""
+        """Upload all files except those in `known`, then delete the folder."""
         try:
             for file in self._files:
                 if self.is_given_up:
@@ -146,10 +146,10 @@ class Part:
 
 
 def staged(rows: Rows, *, num_sharers: int) -> Iterator[tuple[str, str, TensorSlice]] | None:
-    """Copy rows to memory of the host; None: it has no room for them.
+    """Copy rows to host memory, and return them as an iterator that frees each after use; None: memory is short.
 
     Args:
-        num_sharers: processes of the trainer on this machine: they copy at the same time.
+        num_sharers: number of processes of the trainer on this machine, which copy at the same time.
     """
     # What torch keeps pinned from the checkpoint before is this process's own, and takes nothing from the others. Of
     # more than that checkpoint had, a snapshot's say, the pieces may have other sizes.
@@ -169,10 +169,10 @@ def staged(rows: Rows, *, num_sharers: int) -> Iterator[tuple[str, str, TensorSl
 
 
 class SliceFiles(Mapping[str, TensorSlice]):
-    """The rows that this process holds of the tensors of one section; each tensor is read on access.
+    """This process's rows of the tensors of one section, by name, read from local files on each access.
 
     Args:
-        layout: how the tensors are cut; None: they are not, and every process needs them whole.
+        layout: how the tensors are sharded; None: they are not, so every process needs them whole.
     """
 
     def __init__(self, layout: Layout | None) -> None:
@@ -180,7 +180,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
         self._pieces: dict[str, list[tuple[Slice, Path]]] = {}
 
     def needs(self, slices: Mapping[str, Slice]) -> bool:
-        """Return whether rows that this process holds are among these, or a tensor without rows."""
+        """Return whether this process needs any of these rows, or some tensor has no rows."""
         for piece in slices.values():
             begin, end = self._wanted(piece)
             if (begin < piece.end and piece.begin < end) or piece.begin == piece.end:
@@ -188,7 +188,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
         return False
 
     def add(self, slices: Mapping[str, Slice], path: Path | None) -> None:
-        """Add rows that lie in a file; None: this process needs none of them."""
+        """Add rows and the file that has them (None: this process needs none of them)."""
         if path is not None:
             shapes = {name: tuple(entry["shape"]) for name, entry in tensor_header(path).items()}
             expected = {name: _shape(piece, piece.begin, piece.end) for name, piece in slices.items()}
@@ -233,16 +233,16 @@ class SliceFiles(Mapping[str, TensorSlice]):
 def fetch_objects(
     store: ObjectStore, objects: Sequence[CheckpointObject], folder: Path, *, key: str, layout_of: Mapping[str, Layout]
 ) -> dict[str, SliceFiles]:
-    """Fetch the objects with rows that this process holds, each verified; return the rows by section.
+    """Download the objects with rows that this process needs, verify each, and return the rows by section.
 
     Args:
-        folder: for the files.
-        key: of the checkpoint.
-        layout_of: the sections that are cut; of others every process needs all.
+        folder: folder for the files.
+        key: key of the checkpoint.
+        layout_of: layout of each sharded section; every process needs the other sections whole.
 
     Raises:
         ObjectNotFoundError, DigestError, MalformedError: an object is missing or damaged.
-        StoreUnavailableError
+        StoreUnavailableError: the store cannot be reached.
     """
     sections: dict[str, SliceFiles] = {}
     for each in objects:

@@ -3,12 +3,11 @@
     theta --WeightSnapshotWriter.take--> WeightSnapshot: tensors and canary of a version, between two steps
                                              --write--> tensor files, beside training
 
-Of a sharded model every process takes a snapshot of the tensors that it stores: about the same bytes in each. The
-starting model, and adapters, are taken whole by the leader.
+With a sharded model every process takes a snapshot of its share of the tensors, of about the same size in each. The
+leader takes the starting model and adapters as a whole.
 
-The tensors of a snapshot are in memory until they are in files, and those of one snapshot at most. Others are written
-as they come and read one at a time: no more than one file's are in memory at once. The files lie in a temporary folder
-until they are in the store.
+The tensors of at most one snapshot are in memory; `write` moves them to files. `write_tensor_files` has at most the
+tensors of one file in memory. All files are in a temporary folder until they are uploaded.
 """
 
 from __future__ import annotations
@@ -50,58 +49,58 @@ FILE_BYTES = 2 * 1024**3
 """Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own): at
 most that much of a gathered model is in the trainer's memory at once."""
 _ONE_FILE = 2**62
-"""Bytes of an adapter, which is one file: peft and vLLM know no other."""
+"""Bound of the file of an adapter, which must be one file: peft and vLLM read no other form."""
 Item = TypeVar("Item")
 
 
 class SharesOfTeam(OtherShares, Protocol):
-    """The shares of the other processes of a team, which they keep until they are told."""
+    """The other processes' shares of a version, whose files they keep until `close`."""
 
     base: SharesOfTeam | None
-    """Of the version that changes are encoded against."""
+    """The other processes' shares of the version that changes are encoded against."""
 
     def give_up(self) -> None:
-        """End a wait for them."""
+        """End the current wait for the other processes."""
         ...
 
     def missing(self) -> str:
-        """Return which processes are waited for now, for a message; empty: none."""
+        """Return the names of the processes that are waited for now, for a message; empty: none."""
         ...
 
     def close(self) -> None:
-        """Have them delete their files."""
+        """Make the other processes delete their files."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WeightSnapshot:
-    """The weights of one version, or this process's share of them, to be published once they are in files."""
+    """The weights of one version, or this process's share of them, to be written to files and published."""
 
     version: PolicyVersion
     parent: PolicyVersion | None
     dtype: str
     folder: Path
-    """Of its files alone."""
+    """Folder of its files alone."""
     canary: Canary
     paths: tuple[Path, ...] = ()
     """safetensors files with the named parameters in `dtype`, once `write` has returned; or the file of the adapter."""
     adapter: AdapterFile | None = None
-    """What the version is, beside the starting model; None: it is `paths`."""
+    """The adapter, if the version is the starting model with an adapter; None: the version is in `paths`."""
     held: dict[str, Tensor] = field(default_factory=dict)
     """Named parameters in memory, not in a file yet."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """File -> the named parameters that go into it."""
     others: SharesOfTeam | None = None
-    """What the other processes have taken; None: nothing."""
+    """The shares that the other processes have taken; None: there are none."""
     is_share: bool = False
-    """Whether the version is in `others` as well; otherwise all of it is here."""
+    """Whether a part of the version is in `others`; otherwise all of it is here."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> None:
-        """Write what is in memory to files, once; a second caller waits for the first.
+        """Write the tensors in memory to files, once, and free them; a second caller waits for the first.
 
         Raises:
-            OSError: the local disk is full; all of it stays in memory.
+            OSError: the local disk is full; all tensors stay in memory.
         """
         with self._lock:
             if self.held:
@@ -113,7 +112,7 @@ class WeightSnapshot:
 
     @property
     def tensors(self) -> TensorFiles:
-        """The named parameters that are here, from files."""
+        """The named parameters of this snapshot, read from files; `write` is called first."""
         self.write()
         return TensorFiles(self.paths)
 
@@ -146,13 +145,14 @@ class WeightSnapshotWriter:
     def take(
         self, version: PolicyVersion, parent: PolicyVersion | None, *, folder: Path | None = None
     ) -> WeightSnapshot:
-        """Copy the current weights to memory, of a sharded model this process's share of them, the starting model
-        whole; those of an adapter, which are few, to a file.
+        """Copy to memory this process's share of the current weights, or all of the starting model.
+
+        An adapter, which is small, is written to a file instead. A collective for a sharded model (see `follow`).
 
         Args:
-            version: the name of the weights.
+            version: the version of the weights.
             parent: the version published before it; None: it is the starting model.
-            folder: of its files alone; None: a new one.
+            folder: folder for its files alone; None: a new one.
         """
         folder = folder or self._new_folder(version)
         if self._lora is not None and version != START:
@@ -175,10 +175,10 @@ class WeightSnapshotWriter:
         return self._take(self._whole if version == START else self._own, version, parent, folder)
 
     def follow(self, version: PolicyVersion) -> WeightSnapshot | None:
-        """Take part in the exchanges of the leader's `take`, in the other processes of a sharded model.
+        """Run the collectives of the leader's `take` in a follower.
 
         Returns:
-            This process's share; None of an adapter, and where the leader alone needs the starting model.
+            This process's share; None with LoRA, where the leader alone takes snapshots.
         """
         if self._lora is None:
             return self._take(self._own, version, None, None)
@@ -217,7 +217,7 @@ class WeightSnapshotWriter:
         """Yield the published tensors, gathered one at a time; copy each into the canary's model on its way.
 
         Args:
-            kept: names of those that are copied off the device.
+            kept: names of the tensors to copy to the CPU.
         """
         # on the way: the canary is then that of exactly the tensors that are written, rounded as they are
         copies = {} if self._published is self._model else dict(self._published.named_parameters())
@@ -228,14 +228,14 @@ class WeightSnapshotWriter:
 
 
 def share_files(sizes: Mapping[str, int], *, num_shares: int, max_bytes: int) -> list[dict[str, list[str]]]:
-    """Return which tensors each share has, by file: shares of about the same bytes, the same in every process.
+    """Divide tensors into shares of about the same bytes, and shares into files; every process gets the same result.
 
     Args:
-        sizes: bytes of the tensors; in this order they lie in files.
-        max_bytes: of tensors in one file; a single larger tensor gets a file of its own.
+        sizes: bytes of each tensor by name; files have the tensors in this order.
+        max_bytes: largest number of bytes of tensors in one file; a single larger tensor gets a file of its own.
 
     Returns:
-        File -> tensors, for each share; one file, perhaps empty, where there is one share.
+        For each share: file name -> names of tensors. A single share has at least one file, perhaps empty.
     """
     # whole tensors, since a digest is of a whole one; the largest first, each to the share that is smallest by then
     shares: list[set[str]] = [set() for _ in range(num_shares)]
@@ -269,9 +269,9 @@ def write_tensor_files(
 
     Args:
         tensors: names and contiguous CPU tensors.
-        folder: for the files.
-        stem: the names' first part.
-        max_bytes: of tensors in one file; a single larger tensor gets a file of its own.
+        folder: folder for the files.
+        stem: first part of the file names.
+        max_bytes: largest number of bytes of tensors in one file; a single larger tensor gets a file of its own.
 
     Yields:
         Each file once it is complete; the caller may delete it. At least one, empty if there are no tensors.
@@ -291,7 +291,7 @@ def write_tensor_files(
 
 
 def lockstep(items: Iterable[Item]) -> Generator[Item]:
-    """Yield the items, and draw them to the last even when the consumer stops early and closes the iterator."""
+    """Yield the items; when the consumer closes the generator early, first exhaust the rest of them."""
     # each item of a sharded model is a collective: processes that stop at different items would wait for each other
     iterator = iter(items)
     try:

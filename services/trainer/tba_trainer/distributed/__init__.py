@@ -4,6 +4,6 @@
     rank 1..    no loop: they wait for the next command and do the same as rank 0 with their shards
 
 process_group.py: the processes and their exchanges. leader.py, follower.py: the two sides of every command.
-checkpoints.py: those of checkpoints. shares.py: those of weight versions. jobs.py: what followers do beside commands.
-launch.py: torchrun on one machine, for `tba run`. tba_trainer/model/sharding.py: a model over the processes.
+checkpoints.py, shares.py: both sides of checkpoints, and of weight versions. jobs.py: threads of followers beside
+commands. launch.py: torchrun on each machine. tba_trainer/model/sharding.py: a model over the processes.
 """

@@ -1,13 +1,13 @@
-"""Checkpoints of a team: every process writes and reads its own rows, the leader makes them one checkpoint.
+"""Checkpoints of a team: every process writes and reads its own rows, and the leader writes the manifest.
 
     leader                                     followers
     begin    --"write_part"-->                 copy their rows off the device, upload in a thread
-    wait     --"reply", now and then-->        say whether their part is stored, and what it is
+    wait     --"reply", now and then-->        answer whether their part is stored, with its objects
              manifest, once all are stored
     load     --"fetch_part"--> "reply"         fetch and verify their rows; `restore` takes them
 
-Between two replies the loop goes on. A process that cannot do its part says why, and there is no checkpoint; one that
-is gone breaks the team. A team of one exchanges nothing.
+The loop goes on between two replies. If a process cannot do its part, it replies with the error, and no checkpoint is
+made. If a process is gone, the team is broken. A team of one exchanges nothing.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tba_trainer.model.slices import Layout, Rows
 
 _POLL_S = 0.2
 NamedWait = Callable[[str, float], AbstractContextManager[object]]
-"""Reports the block as a wait with this name, at most so many seconds long."""
+"""Called with a name and a deadline in seconds; its context reports the block as a wait of that name."""
 _KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 """Errors of a damaged checkpoint; any other means that the store or a disk cannot be used."""
 log = get_logger("checkpoint")
 
 
 class TeamCheckpoints(CheckpointStore):
-    """The checkpoints of one run, of all processes of a team (leader only).
+    """The checkpoints of one run, which all processes of a team write and read (leader only).
 
     Args:
-        team: tells the followers.
-        store, run, folder, max_bytes, layout: as of `CheckpointStore`.
-        retry_s: how much longer than this process a follower may take to fetch its part.
+        team: the processes.
+        store, run, folder, max_bytes, layout: as in `CheckpointStore`.
+        retry_s: seconds that followers have to fetch their parts after this process has; more if it took longer itself.
         named_wait: reports a wait (`Status.named_wait`).
     """
 
@@ -79,12 +79,12 @@ class TeamCheckpoints(CheckpointStore):
         """Begin a checkpoint in all processes.
 
         Args:
-            state: names the version, hence the key.
-            rows: of this process (`Learner.capture`).
+            state: state of the trainer, with the version.
+            rows: rows of this process (`Learner.capture`).
             known: `reusable_objects` of a checkpoint that stays until this one is registered.
-            in_background: copy everything to memory and return; where a process has no room, the weights must stay as
-                they are until the upload has ended (`Upload.is_staged`). Otherwise this process's part is stored, or
-                has failed, on return.
+            in_background: copy all rows to memory, and upload them in threads. Where `Upload.is_staged` is false, some
+                process had no room: the weights must then not change until the upload has ended. If false, this
+                process's part is stored, or has failed, on return.
 
         Raises:
             OSError: the local disk is full; the followers have been told to stop.
@@ -106,7 +106,7 @@ class TeamCheckpoints(CheckpointStore):
         return Upload(self, state, part, in_background=in_background, is_staged=is_staged)
 
     def load(self, key: str) -> Checkpoint:
-        """See `CheckpointStore.load`. The followers keep their rows for `Learner.restore`.
+        """Load a checkpoint in all processes (see `CheckpointStore.load`). Followers keep their rows for `restore`.
 
         Raises:
             StoreUnavailableError: a follower did not fetch its part in time.
@@ -144,13 +144,13 @@ class TeamCheckpoints(CheckpointStore):
         return own
 
     def drop(self, job: str) -> None:
-        """Tell the followers that a checkpoint will not be made."""
+        """Tell the followers to stop a job, which is named by the version or the key of its checkpoint."""
         if self.team.num_ranks > 1:
             with self.team.lead("drop_part", job=job):
                 pass
 
     def commit_parts(self, state: TrainerState, own: list[CheckpointObject], replies: Replies) -> str:
-        """Write the manifest of a checkpoint whose parts are all stored.
+        """Check that the store has the followers' objects, commit the checkpoint, and return its key.
 
         Raises:
             StoreUnavailableError: the store cannot be used, or a follower uses another one.
@@ -169,11 +169,11 @@ class TeamCheckpoints(CheckpointStore):
 
 
 class Upload:
-    """A checkpoint on its way to the store; the parts in threads of their processes, the manifest in one of this.
+    """The upload of one checkpoint: each process uploads its part in a thread, then the leader's thread commits it.
 
     Args:
-        part: of this process.
-        in_background: upload it in the thread, too; otherwise before this returns.
+        part: part of this process.
+        in_background: upload `part` in the thread; otherwise the constructor returns after its upload.
         is_staged: every process has copied its part to memory.
     """
 
@@ -183,11 +183,11 @@ class Upload:
         self.version, self.is_staged = PolicyVersion.parse(state.version), is_staged
         self.key: str | None = None
         self.error: Exception | None = None
-        """Why there is no checkpoint."""
+        """Why the checkpoint was not made; None: no error so far."""
         self._checkpoints, self._state, self._part = checkpoints, state, part
         self._replies = Replies(checkpoints.team)
         self._all_ended = threading.Event()
-        """No follower has anything left to do."""
+        """Set once no follower has anything left to do."""
         self._commits = threading.Lock()
         if checkpoints.team.num_ranks == 1:
             self._all_ended.set()
@@ -197,7 +197,7 @@ class Upload:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended, within `timeout_s`; `key` or `error` is set then, unless it was given up.
+        """Wait up to `timeout_s`, and return whether the upload has ended, with `key` or `error` set (or given up).
 
         Raises:
             TeamError: a follower is gone.
@@ -225,11 +225,11 @@ class Upload:
                 return False
 
     def missing(self) -> str:
-        """Return who has not stored its part, for a message."""
+        """Return the processes that have not stored their part, for a message."""
         return ", ".join(f"process {rank}" for rank in self._replies.missing) or "process 0"
 
     def give_up(self) -> None:
-        """Write no further object and no manifest, in no process; a manifest that is being written is waited for."""
+        """Stop the upload in all processes, without a manifest; if that is being written already, wait for it."""
         self._part.give_up()
         if not self._all_ended.is_set():
             self._checkpoints.drop(str(self.version))
@@ -264,7 +264,7 @@ class Upload:
 
 
 class FollowerCheckpoints:
-    """A follower's side: its part of each checkpoint."""
+    """The side of a follower in `TeamCheckpoints`."""
 
     def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
         self._learner, self._team = learner, team
@@ -280,7 +280,7 @@ class FollowerCheckpoints:
         self._fetched: Checkpoint | None = None
 
     def write(self, *, version: str, known: Mapping[str, int], in_background: bool) -> None:
-        """Begin this process's part."""
+        """Begin this process's part of a checkpoint, and upload it in a thread."""
         job = self._jobs[version] = Job("checkpoint-part")
         try:
             part = job.part = self._checkpoints.begin_part(
@@ -300,7 +300,7 @@ class FollowerCheckpoints:
         job.start(upload)
 
     def fetch(self, *, key: str, manifest: bytes) -> None:
-        """Begin to fetch this process's rows."""
+        """Begin to download this process's rows in a thread."""
         self.close()
 
         def fetch() -> Reply:
@@ -315,11 +315,11 @@ class FollowerCheckpoints:
         job.start(fetch)
 
     def reply(self, *, job: str) -> None:
-        """Say what came of a job, or that it is busy."""
+        """Send the leader the result of a job, or that it is busy."""
         give_reply(self._team, self._jobs, job)
 
     def drop(self, *, job: str) -> None:
-        """Stop a job; nobody asks for it any more."""
+        """Stop a job, whose result the leader no longer asks for."""
         found = self._jobs.pop(job, None)
         if found is not None and found.part is not None:
             found.part.give_up()
@@ -331,13 +331,13 @@ class FollowerCheckpoints:
         self.close()
 
     def close(self) -> None:
-        """Delete the files of a checkpoint that was fetched."""
+        """Delete the files of the checkpoint that was fetched, if there is one."""
         if self._fetched is not None:
             self._fetched.close()
             self._fetched = None
 
 
 def _are_all_staged(team: Team, part: Part | None) -> bool:
-    """Return whether every process has its part in memory, or none; all processes call it."""
+    """Return whether all parts are in memory, without those that failed (a collective)."""
     is_staged = part is None or part.is_staged
     return is_staged if team.num_ranks == 1 else not any(team.gather(b"" if is_staged else b"not staged"))

@@ -24,7 +24,7 @@ Commands = dict[str, Callable[..., object]]
 
 
 def follow(recipe: Recipe, team: Team) -> None:
-    """Follow the leader's commands until it sends the end.
+    """Run the leader's commands in this process until the leader ends the team.
 
     Raises:
         TeamError: the leader or another process is gone.

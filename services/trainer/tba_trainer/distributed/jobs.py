@@ -1,8 +1,8 @@
-"""What a follower does beside its commands, and how the leader learns what came of it.
+"""Jobs that a follower runs in threads beside its commands, and how the leader learns their results.
 
 leader                                followers
 a command that begins a job    -->    start a thread
-"reply", now and then          -->    say what came of it, or nothing while it is busy
+"reply", now and then          -->    send the result, or nothing while the job is busy
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tba_trainer.checkpoints.parts import Part
 from tba_trainer.distributed.process_group import Team
 
 Reply = dict[str, Any]
-"""Of one process: `error` and `kind` where it failed, else what it has done; empty while it is busy."""
+"""Result of a job in one process: `error` and `kind` if it failed, else keys of the job's own."""
 log = get_logger("jobs")
 
 
 class Job:
-    """Something that a follower does beside its commands."""
+    """Work of a follower beside its commands. `reply` is its result, None while it is busy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Job:
         self.part: Part | None = None
 
     def start(self, work: Callable[[], Reply]) -> None:
-        """Do it in a thread."""
+        """Run `work` in a thread. Its result, or its error, becomes the reply."""
 
         def run() -> None:
             try:
@@ -43,13 +43,13 @@ class Job:
         threading.Thread(target=run, name=self.name, daemon=True).start()
 
     def fail(self, error: Exception) -> None:
-        """Note why it was not done."""
+        """Make an error the reply."""
         log.warning("part_failed", part=self.name, error=str(error))
         self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}
 
 
 def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
-    """Say what came of a job, once, or that it is busy (followers)."""
+    """Send the leader the result of a job, once, or nothing while it is busy (a collective; followers only)."""
     found = jobs.get(name)
     reply = None if found is None else found.reply
     if reply is not None:
@@ -58,7 +58,7 @@ def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
 
 
 class Replies:
-    """What the followers say of one job (leader only)."""
+    """The replies of the followers about one job (leader only)."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -66,11 +66,11 @@ class Replies:
 
     @property
     def missing(self) -> list[int]:
-        """Followers that have not ended it."""
+        """Ranks of the followers whose job has not ended."""
         return [rank for rank in range(1, self._team.num_ranks) if rank not in self.of_rank]
 
     def collect(self, command: str, **job: str) -> bool:
-        """Ask for them by a command in which every follower will `give_reply`; return whether all have ended."""
+        """Send a command that makes every follower call `give_reply`; return whether all jobs have ended."""
         if self.missing:
             with self._team.lead(command, **job):
                 answers = self._team.gather(b"")
@@ -81,8 +81,8 @@ class Replies:
         """Return the error of the first process that has failed.
 
         Args:
-            kinds: the errors that keep their type.
-            other: any other's.
+            kinds: types of errors that are kept.
+            other: type for any other error.
         """
         known = {kind.slug: kind for kind in kinds}
         for rank, reply in sorted(self.of_rank.items()):

@@ -4,7 +4,7 @@
 
 A worker's error sentence is the last line, and its exit code becomes this process's; torchrun alone would print a
 traceback. SIGTERM is passed on to the workers, which have `local.stop_timeout_s` for their checkpoint; before there are
-any, it ends this process at once. The machines meet at HOST:PORT, which is one of them, within
+workers, it ends this process at once. The machines meet at HOST:PORT, where HOST is one of them, within
 `trainer.collective_timeout_s`.
 """
 
@@ -23,9 +23,9 @@ from tba.early_signals import EXIT_STOPPED, quit_on_signals
 
 LOOPBACK = "127.0.0.1"
 LAUNCHER_VARIABLE = "TRAINER_LAUNCHER_PID"
-"""Environment variable that tells the processes who started them. Names that begin with TBA_ are keys of the recipe."""
+"""Environment variable with the process id of the launcher. Names with the prefix TBA_ would be keys of the recipe."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""How gloo and NCCL are told the name of a network interface."""
+"""Environment variables that tell gloo and NCCL which network interface to use."""
 
 
 def launch(
@@ -40,8 +40,8 @@ def launch(
     """Run `python -m tba_trainer` with `arguments` in several processes and return the exit code.
 
     Args:
-        num_processes: on this machine.
-        arguments: of every process.
+        num_processes: processes on this machine.
+        arguments: command line of every process.
         stop_timeout_s: seconds that the processes have after SIGTERM.
         collective_timeout_s: seconds that the machines wait for each other at the start.
         num_nodes: machines; this is called on each of them.
@@ -124,7 +124,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of the trainer."""
+    """Run the command line, and return the exit code of the trainer."""
     parser = argparse.ArgumentParser(prog="python -m tba_trainer.distributed.launch", allow_abbrev=False)
     parser.add_argument("num_processes", type=int, metavar="N", help="processes on this machine")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines that start this")

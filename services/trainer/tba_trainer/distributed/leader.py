@@ -32,7 +32,7 @@ BUILD = "build"
 
 
 def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, WeightSnapshotWriter]:
-    """Load the starting model, and build its learner and its snapshots (leader only).
+    """Load the starting model; build its learner and its snapshot writer, in all processes (leader only).
 
     Raises:
         ConfigError: there is no model at model.path, or the device cannot be used.
@@ -53,7 +53,7 @@ def build(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Any, Learner, We
 
 
 def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner, WeightSnapshotWriter]:
-    """Build the learner and the snapshots of a follower, whose shard of the model the leader sends.
+    """Build the learner and the snapshot writer of a follower; the leader sends the weights.
 
     Raises:
         ConfigError: there is no model at model.path here.
@@ -67,7 +67,7 @@ def build_follower(recipe: Recipe, team: Team, *, folder: Path) -> tuple[Learner
 
 
 class LeaderLearner(Learner):
-    """A learner whose changes are made by all processes of the team."""
+    """A learner that sends each of its calls to the followers, so that all processes do the same."""
 
     def __init__(self, model: Any, recipe: Recipe, team: Team) -> None:
         super().__init__(model, recipe, trainer_rng(recipe), ranks=team.ranks())
@@ -122,7 +122,7 @@ class LeaderLearner(Learner):
 
 
 class LeaderWeightSnapshotWriter(WeightSnapshotWriter):
-    """Snapshots of a sharded model: all processes gather, each keeps its share."""
+    """Takes snapshots of a sharded model: all processes gather the tensors, and each keeps its share."""
 
     def __init__(self, model: Any, recipe: Recipe, team: Team, *, folder: Path) -> None:
         super().__init__(model, recipe, folder=folder, rank=team.rank, num_ranks=team.num_ranks)

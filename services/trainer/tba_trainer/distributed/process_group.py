@@ -1,4 +1,4 @@
-"""The processes of one trainer, and their exchanges beside shards: commands, tensors, sums.
+"""The processes of one trainer, and what they exchange apart from shards: commands, tensors, sums.
 
 Rank 0 broadcasts commands as msgpack bytes over the process group. Every exchange, over NCCL or gloo, has the group's
 deadline, `trainer.collective_timeout_s`. While the leader is idle it sends `beat` commands: a follower with nothing to
@@ -40,9 +40,9 @@ class Team:
     """All processes of a trainer, seen from one of them. A team of one exchanges nothing.
 
     Args:
-        rank: 0 leads.
-        device: of this process.
-        deadline_s: of every exchange.
+        rank: 0 is the leader.
+        device: device of this process.
+        deadline_s: deadline of every exchange, in seconds.
     """
 
     def __init__(self, *, rank: int, num_ranks: int, device: str, deadline_s: float) -> None:
@@ -52,13 +52,13 @@ class Team:
         self.context: Context | None = None
         """The processes that share each pass with this one; None: it makes passes of its own."""
         self.beside: Team | None = None
-        """The same processes, with a group of their own for a thread beside training; None in a team of one,
-        and where nothing is done beside it."""
+        """A second team of the same processes, with its own process group, for a thread beside training. None in a team
+        of one, and in the second team."""
         self.run_is_over = False
         """Whether the run is done; the leader tells the followers with its last command."""
         self._deadline_s = deadline_s
         self._group: dist.ProcessGroup | None = None
-        """None: the group of all that torch knows."""
+        """None: torch's default group of all processes."""
         self._lock = threading.RLock()
         self._broken = False
         self._last_sent = time.monotonic()
@@ -74,14 +74,16 @@ class Team:
     def join(cls, *, device: str, deadline_s: float, context: int = 1) -> Team:
         """Join the team that torchrun has started this process in; without torchrun, a team of one.
 
-        Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+        Reads the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. From then on this
+        process is killed when its launcher is gone.
 
         Args:
             device: `trainer.device`; `cuda` becomes this process's own GPU.
+            context: number of processes that share each pass.
 
         Raises:
-            ConfigError: the device has a number, so all processes would share it; or they are no multiple of a context
-                group.
+            ConfigError: the device has a number, so all processes would share it; or WORLD_SIZE is no multiple of
+                `context`.
             TeamError: the others did not join in time.
         """
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -124,15 +126,15 @@ class Team:
 
     @property
     def num_local_ranks(self) -> int:
-        """Processes of this machine: those that one launcher started."""
+        """Number of processes on this machine, which one launcher started."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
 
     def ranks(self) -> Ranks:
-        """Return the team as forward and backward passes need it."""
+        """Return the ranks that share a batch."""
         return ALONE if self.num_ranks == 1 else ranks_of(self.rank, self.num_ranks, self.context)
 
     def start_beats(self, on_loss: Callable[[], None]) -> None:
-        """Send beats from now on while the leader is idle (leader only)."""
+        """Start a thread that sends beats while the leader is idle; `on_loss` is called if a follower is gone."""
         if self.num_ranks > 1:
             self._beats = threading.Thread(target=self._beat, args=(on_loss,), name="team-beats", daemon=True)
             self._beats.start()
@@ -161,7 +163,7 @@ class Team:
             yield
 
     def commands(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the leader's commands until the last one (followers only).
+        """Yield name and arguments of each command, until the leader ends the team (followers only).
 
         Raises:
             TeamError: the leader is gone, or another process is.
@@ -178,10 +180,10 @@ class Team:
                 yield command, arguments
 
     def share(self, tensor: Tensor | None) -> Tensor:
-        """Return the leader's tensor in every process, on the CPU.
+        """Broadcast the leader's tensor, and return it on the CPU in every process (a collective).
 
         Args:
-            tensor: in the leader, any; in the followers None.
+            tensor: any tensor in the leader; None in the followers.
         """
         header = (
             b"" if tensor is None else msgspec.msgpack.encode([str(tensor.dtype).removeprefix("torch."), *tensor.shape])
@@ -195,7 +197,7 @@ class Team:
         return tensor
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what each process gives, by rank; all processes call it."""
+        """Return the data of all processes, in order of rank (a collective)."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
         padded = torch.zeros(max(int(length) for length in lengths) or 1, dtype=torch.uint8)
@@ -291,7 +293,7 @@ class BroadcastTensors(Mapping[str, Tensor]):
     All processes must access the same names in the same order.
 
     Args:
-        names: of all tensors.
+        names: names of all tensors.
         source: the tensors, in the leader; None in the followers.
     """
 
@@ -312,12 +314,12 @@ class BroadcastTensors(Mapping[str, Tensor]):
 
 
 def mesh_of_all(device_type: str) -> DeviceMesh:
-    """Return the mesh of all ranks, which a model is sharded over; its exchanges have the deadline of their group."""
+    """Return the mesh of all ranks, to shard models over. Its collectives have the deadline of the process group."""
     return DeviceMesh.from_group(dist.group.WORLD, device_type)  # pyright: ignore[reportArgumentType]
 
 
 def _end_with_launcher() -> None:
-    """Kill this process once its launcher is gone."""
+    """Wait until the launcher of this process is gone, then kill this process."""
     # torchrun starts its workers in sessions of their own: a signal that kills it does not reach them. It may be gone
     # already, since imports take a while; torchrun without our launcher does not say who it is
     launcher = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
@@ -327,7 +329,7 @@ def _end_with_launcher() -> None:
 
 
 def ranks_of(rank: int, num_ranks: int, context: Context | None) -> Ranks:
-    """Return the processes of a batch: where groups of them share each pass, a group is one of the ranks."""
+    """Return the ranks that share a batch. A context group, whose processes share each pass, counts as one rank."""
 
     def all_reduce(values: Tensor) -> Tensor:
         if context is not None and context.rank > 0:

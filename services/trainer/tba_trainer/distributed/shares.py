@@ -6,8 +6,8 @@
              manifest, once all are stored
     "drop_share"                       -->    delete its files
 
-All of it is exchanged over a group of its own (`Team.beside`): no step waits for a version, and no version for a step.
-A process that cannot do its part says why, one that is gone breaks the team: either way there is no manifest.
+These commands have their own process group (`Team.beside`), so that no step waits for a version, nor a version for a
+step. A process that fails replies with its error; one that is gone breaks the team. Both times no manifest is written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tba_trainer.distributed.process_group import Team
 
 _POLL_S = 0.1
 _KINDS = (StoreUnavailableError, ObjectExistsError, DigestError, MalformedError)
-"""Errors of a follower that mean the same for the leader; after the first of them it tries again."""
+"""Errors of a follower that keep their type in the leader, which tries again after StoreUnavailableError."""
 log = get_logger("shares")
 
 
 class FollowersShares(SharesOfTeam):
-    """The shares of the followers in one version (leader only).
+    """The followers' shares of one version (leader only).
 
-    A wait here has no deadline of its own: the loop's wait `unpublished-versions` has one, each exchange the team's.
+    Waits here have no deadline of their own: the loop's wait `unpublished-versions` bounds them.
     """
 
     def __init__(self, team: Team, name: str, *, prefix: str, size_bytes: int) -> None:
@@ -62,7 +62,8 @@ class FollowersShares(SharesOfTeam):
         """See `OtherShares`.
 
         Raises:
-            StoreUnavailableError, ObjectExistsError, MalformedError, TbaError: of the first process that has failed.
+            StoreUnavailableError, ObjectExistsError, DigestError, MalformedError: a process failed with this error.
+            TbaError: a process failed with another error, or `give_up` was called.
             TeamError: a follower is gone.
         """
         return [ShareTable.model_validate(reply["table"]) for _, reply in sorted(self._wait().of_rank.items())]
@@ -73,11 +74,11 @@ class FollowersShares(SharesOfTeam):
             pass
 
     def wait_uploaded(self) -> None:
-        """See `OtherShares`. Raises as `wait_described`."""
+        """See `OtherShares`. Raises the errors of `wait_described`."""
         self._wait()
 
     def give_up(self) -> None:
-        """End the wait for the followers, which is in another thread."""
+        """Make the thread that waits for the followers stop with a TbaError."""
         self._given_up.set()
 
     def missing(self) -> str:
@@ -85,7 +86,7 @@ class FollowersShares(SharesOfTeam):
         return ", ".join(f"process {rank}" for rank in (self._replies.missing if self._replies else ()))
 
     def close(self) -> None:
-        """See `SharesOfTeam`. Where followers are gone, so are their files."""
+        """See `SharesOfTeam`. If followers are gone, their files are too."""
         try:
             with self._team.lead("drop_share", share=self.name):
                 pass
@@ -105,11 +106,11 @@ class FollowersShares(SharesOfTeam):
 
 
 class KeptShares:
-    """A follower's side: its share of each version that the leader may still publish, or encode against.
+    """A follower's shares of the versions that the leader may still publish or encode changes against.
 
     Args:
-        team: the processes beside training.
-        deadline_s: how long the leader's publisher may be ahead of the loop of this process.
+        team: `Team.beside`.
+        deadline_s: seconds that the leader's commands wait for this process to take a share.
     """
 
     def __init__(self, recipe: Recipe, team: Team, *, deadline_s: float) -> None:
@@ -133,11 +134,11 @@ class KeptShares:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the leader has ended them; a leader that is gone is no longer waited for after the deadline."""
+        """Wait until the leader has ended its commands, at most `deadline_s`: the leader may be gone."""
         self._thread.join(self._deadline_s)
 
     def make_room(self) -> None:
-        """Write what was kept before to files: no more than one share is in memory."""
+        """Write all kept shares to files, so that the memory is free for the next one; log a full disk."""
         with self._changed:
             kept = list(self._kept.values())
         for each in kept:
@@ -147,7 +148,7 @@ class KeptShares:
                 log.warning("share_not_written", version=str(each.snapshot.version), error=str(error))
 
     def keep(self, name: str, snapshot: WeightSnapshot | None) -> None:
-        """Keep a share until it is dropped; None: this process has none."""
+        """Keep a share until the leader drops it, or close it if the leader already has; None: there is no share."""
         if snapshot is None:
             return
         with self._changed:
@@ -238,9 +239,9 @@ class KeptShares:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One share, and what was made of it."""
+    """One share with its encoded changes."""
 
     snapshot: WeightSnapshot
     share: Share | None = None
     changes: Path | None = None
-    """Folder of the encoded changes; None once their version is published: they are made again where needed."""
+    """Folder of the encoded changes; None once a later share is described (they are encoded again if needed)."""

@@ -1,7 +1,7 @@
-"""Metrics of one batch, from what the forward pass found of each rollout.
+"""Metrics of one batch, from the results of the forward pass for each rollout.
 
-ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). The metrics
-of the behaviour policy are also taken per policy age, because old data collapses first.
+ESS collapse and growth of the gradient norm announce divergence before the reward falls (arXiv 2602.17616). Metrics
+that compare theta with the behaviour policy are also computed per policy age, because old data collapses first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tba.versions import START
 from tba_trainer.learner.forward_backward import ForwardResult
 
 MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
-"""Nats per token that trainer and sampler may differ by on average with the same weights, by the coarser of their
-dtypes. Right weights were off by up to 0.004 (float32, TF32), 0.006 and, in a mixture of experts, 0.12
-(docs/searcher.md, "On a GPU"); wrong attention or heads by 4 and more."""
+"""Largest mean |trainer - sampler log-prob| of a token, in nats, with the same weights, by the coarser of both dtypes.
+Measured with the right weights: up to 0.004 (float32, TF32), 0.006 (float16) and 0.12 (bfloat16, in a mixture of
+experts; docs/trainer.md); with wrong attention or heads: 4 and more."""
 MAX_GAP_EIGHT_BITS = 1.0
-"""The same with weights, keys or values in 8 bits: 0.64 in a random model, 0.03 in trained ones (docs/gpu.md)."""
+"""The same with weights, keys or values in 8 bits. Measured: 0.64 in a random model, 0.03 in trained ones (gpu.md)."""
 FLIP = 8.0
-"""Nats that one token alone may be off: rounding sends it to other experts (6.8 were seen)."""
+"""Largest difference of a single token, in nats: rounding can route it to other experts (6.8 was measured)."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 """First and last policy age of each bucket, in optimizer steps; None: no end."""
 
 
 def gap_limit(recipe: Recipe) -> float | None:
-    """Return the largest `logprob_gap_on_policy` that rounding explains; None: the engine computes no model."""
+    """Return the largest `logprob_gap_on_policy` that rounding explains; None: the simulated engine has no model."""
     if recipe.searcher.engine == "simulated":
         return None
     most = max(MAX_GAP[recipe.model.dtype], MAX_GAP[recipe.trainer.compute_dtype])
@@ -39,9 +39,9 @@ def gap_limit(recipe: Recipe) -> float | None:
 
 
 def ess_ratio(log_weights: NDArray[np.float64]) -> float | None:
-    """Return the effective sample size of importance weights per weight, (sum w)^2 / (N sum w^2), in (0, 1].
+    """Return the effective sample size of N importance weights divided by N: (sum w)^2 / (N sum w^2), in (0, 1].
 
-    None: a weight is NaN or infinite, or there is none.
+    None: a log weight is NaN or infinite, or there are no weights.
     """
     if not len(log_weights) or not np.isfinite(log_weights).all():
         return None
@@ -57,10 +57,10 @@ def bucket_name(policy_age: int) -> str:
 
 
 def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
-    """Return metrics per bucket B of policy ages that occur.
+    """Return metrics of each bucket B of policy ages that occurs in the batch.
 
-    Of the rollouts with a pass, None without any: `ess_age_B`; `log_ratio_mean_age_B` (nats per rollout);
-    `log_ratio_token_abs_age_B` (mean |trainer - sampler| log-prob of a token, nats). Of all: `num_rollouts_age_B`.
+    `num_rollouts_age_B` counts all rollouts. The others are over rollouts with a pass, None without any: `ess_age_B`,
+    `log_ratio_mean_age_B` (nats per rollout), `log_ratio_token_abs_age_B` (mean |trainer - sampler log-prob|, nats).
     """
     buckets: dict[str, list[ForwardResult]] = {}
     for item in sorted(scored, key=lambda item: item.policy_age):
@@ -88,20 +88,20 @@ def batch_metrics(
 ) -> dict[str, float | None]:
     """Return the metrics of one batch, taken at theta before the update.
 
-    What depends on theta is of the rollouts that a pass was made for, and None without any.
+    Metrics that depend on theta are over the rollouts with a forward pass, and None without any.
 
     `logprob_gap_on_policy` is the mean |trainer - sampler log-prob| per token over rollouts of policy age 0 that were
     sampled from the whole distribution at the policy temperature; None without such rollouts. `logprob_gap_limit` is
-    what it may be with so many tokens.
+    the largest gap that rounding explains over that number of tokens.
 
     Args:
         scored: the rollouts of the batch, at least one.
         step: the optimizer step that the batch is for.
-        success_reward: a reward from which on a rollout counts as a success.
-        policy_temperature: what theta's logits are divided by.
+        success_reward: the lowest reward that counts as a success.
+        policy_temperature: divides theta's logits.
         tasks_with_minimum: tasks with a minimum length, below which searchers cannot sample end of sequence.
-        max_gap: of `gap_limit`.
-        has_foreign_start: rollouts of version 0-0 may be another starting model's, of a snapshot.
+        max_gap: result of `gap_limit`.
+        has_foreign_start: rollouts of version 0-0 may come from a snapshot, and from another starting model.
     """
     rewards = np.array([s.rollout.reward for s in scored], dtype=np.float64)
     ages = np.array([s.policy_age for s in scored])
@@ -142,19 +142,19 @@ def batch_metrics(
 
 
 def _log_ratios(scored: Sequence[ForwardResult]) -> NDArray[np.float64]:
-    """Return log pi_theta - log pi_behaviour of every rollout that a pass was made for, in nats."""
+    """Return log pi_theta - log pi_behaviour of every rollout with a forward pass, in nats."""
     return np.array(
         [s.logprob - float(s.rollout.sampler_logprobs.sum(dtype=np.float64)) for s in scored if s.logprob is not None]
     )
 
 
 def _passed(scored: Sequence[ForwardResult]) -> list[ForwardResult]:
-    """Return those that a pass was made for."""
+    """Return the rollouts with a forward pass."""
     return [s for s in scored if s.logprob is not None]
 
 
 def _ratio(total: float, num: int) -> float | None:
-    """Return the mean of `num` numbers, None where it is unknown or not finite."""
+    """Return total / num, or None if `num` is 0 or the result is not finite."""
     return float(total / num) if num and math.isfinite(total / num) else None
 
 

@@ -5,10 +5,10 @@ batch). A group inside one micro-batch gets them from the forward pass that the 
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
-A rollout that is masked, or whose A_j is 0 by rewards alone (as in a group of equal rewards, or below the baseline with
-a `negative_weight` of 0), adds nothing to the gradient: where no A_j depends on theta, no pass is made for it. Nor is
-one for a group of equal rewards that is masked as a whole (`mask_tied`) where no other group reads its log-probs.
-Metrics of theta are of the others.
+Some rollouts add nothing to the gradient: masked ones, and those whose A_j is 0 by rewards alone (in a group of equal
+rewards, or below the baseline with a `negative_weight` of 0). If no A_j depends on theta, they get no pass. A group
+masked by `mask_tied` gets none either, unless A_j of other groups depends on its log-probs. Metrics of theta leave out
+rollouts without a pass.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -46,15 +46,15 @@ from tba_trainer.objectives import (
 )
 
 Values = NDArray[np.float64]
-"""Log-probs of one rollout: one number per response token, or their sum alone [1]."""
+"""Log-probs of one rollout: one number per response token [T], or only their sum [1]."""
 Logprobs = Callable[[Sequence[Rollout]], Sequence[Values] | None]
-"""Gives the log-probs of rollouts under another policy than theta; None where the objective needs none."""
+"""Returns the log-probs of rollouts under another policy than theta, or None if the objective needs none."""
 Plan = list[list[list[int]]]
-"""Rounds, ranks, rollouts: the ranks work on the micro-batches of a round at the same time. One may be empty."""
+"""Rounds of one micro-batch per rank, each a list of rollout indices, perhaps empty. Ranks run a round together."""
 FIRST_PASS_COST = 1 / 3
-"""A pass without gradient, as a share of one with: forward against forward and backward."""
+"""Cost of a pass without gradient (forward) as a share of one with gradient (forward and backward)."""
 _FILLER = np.zeros(1, dtype=np.int32)
-"""Prompt and response of the filler of an empty micro-batch."""
+"""Prompt, and response, of the filler that takes the place of an empty micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Ranks:
     rank: int = 0
     num_ranks: int = 1
     all_reduce: Callable[[Tensor], Tensor] = lambda values: values
-    """The sum of a float64 CPU tensor over all ranks, in every rank; called by all at the same points."""
+    """Returns in every rank the sum of a float64 CPU tensor over all ranks; all ranks call it in the same order."""
 
 
 ALONE = Ranks()
@@ -83,23 +83,23 @@ class ForwardResult:
     abs_gap: float
     """Sum over tokens of |trainer log-prob - sampler log-prob|; 0 without a pass."""
     advantage: float | None = None
-    """A_j; None: the objective has none."""
+    """A_j; None: the objective is a user's function."""
     weight: float | None = None
     """The mean of w_jt over the tokens; None: no pass was made, or the objective has no such weight."""
 
 
 class ForwardBackward:
-    """Passes over N rollouts. Every rank gets the same arguments but `ranks.rank`.
+    """Forward and backward passes over N rollouts. Every rank gets the same arguments except `ranks.rank`.
 
     Args:
         policy: theta at the policy temperature.
-        objective: gives A_j, the token weights and the denominator.
-        rollouts: [N] the whole batch, whatever share of it this rank works on.
+        objective: decides A_j, the token weights and the divisor.
+        rollouts: [N] the whole batch, of which this rank works on a share.
         groups: [N] group of each rollout, numbered from 0: its slot, so two slots of one prompt are two groups.
         rewards: [N] the rollouts' rewards, shuffled under `trainer.shuffle_rewards`.
-        reference: gives log pi_ref, per token where the objective clamps tokens. It is not asked for rollouts that
-            nothing reads.
-        old_policy: gives the log-probs per token of the policy that sampled, computed again by the trainer.
+        reference: returns log pi_ref, per token if the objective clamps tokens. It is called only with rollouts whose
+            log-probs are used.
+        old_policy: returns the log-probs per token of the policy that sampled, computed again by the trainer.
         policy_ages: [N] optimizer steps.
         beta: KL coefficient of this step.
         micro_batch_tokens: upper bound of the tokens of one pass.
@@ -134,7 +134,7 @@ class ForwardBackward:
             num_groups=len({group for group, is_cut in zip(groups, truncated, strict=True) if not is_cut}),
         )
         self._is_read = torch.ones(len(rollouts), dtype=torch.bool)  # [N]
-        """Rollouts that something depends on, whatever theta is."""
+        """False for rollouts of tied groups whose log-probs nothing uses (`mask_tied`)."""
         if objective.mask_tied:
             tied = is_tied(torch.from_numpy(rewards), torch.tensor(groups))
             # after the divisors: the gradient is what it was without the part of these groups
@@ -146,7 +146,7 @@ class ForwardBackward:
         self._sampler = [rollout.sampler_logprobs for rollout in rollouts]
         self._sequences = self._sums(rewards, num_tokens)
         self._reward_advantage: Tensor | None = None
-        """A_j where rewards alone decide it."""
+        """A_j, if it depends on rewards alone."""
         if objective.reads_theta or objective.needs_all_tokens:
             # A_j depends on theta: it is known only after the pass. One that was cut off has its pass: it counts in the
             # centre of its group
@@ -155,7 +155,7 @@ class ForwardBackward:
             self._reward_advantage = advantages(self._sequences, objective, beta=beta)
             passed = (self._reward_advantage != 0) & self._kept
         self._passed = passed.nonzero()[:, 0].tolist()
-        """The rollouts that a pass is made for."""
+        """Indices of the rollouts that get a pass."""
         self._plan = plan_micro_batches(
             [len(rollout.prompt_tokens) + len(rollout.response_tokens) for rollout in rollouts],
             groups,
@@ -171,7 +171,7 @@ class ForwardBackward:
         """(log rho)^2 of every token of the batch, where the objective needs all of them."""
 
     def _ask(self, logprobs: Logprobs | None) -> list[Values] | None:
-        """Return the log-probs under another policy, and zeros for the rollouts that nothing reads."""
+        """Return the log-probs of all rollouts under another policy, as zeros for rollouts that nothing reads."""
         rows = self._is_read.nonzero()[:, 0].tolist()
         values = None if logprobs is None else logprobs([self._rollouts[row] for row in rows])
         if values is None:
@@ -182,7 +182,7 @@ class ForwardBackward:
         return everything
 
     def _sums(self, rewards: NDArray[np.float64], num_tokens: Tensor) -> Sequences:
-        """Return the sequence sums without theta's, which the passes fill in."""
+        """Return the sums of log-probs of every rollout; theta's are zeros, which the passes overwrite."""
         # sums are small and many: they live on the CPU, in float64
         behaviour = self._recomputed or self._sampler
         sampler_logprob = torch.tensor([values.sum(dtype=np.float64) for values in behaviour])
@@ -208,7 +208,7 @@ class ForwardBackward:
         )
 
     def backward(self) -> dict[str, float | None]:
-        """Accumulate the gradient of this rank's share of the batch; return the objective's metrics of the batch."""
+        """Add up the gradient of this rank's share of the batch; return the objective's metrics of the whole batch."""
         self._first_pass()
         passes = [self._micro_batch(rows) for rows in self._micro_batches]
         # not after each micro-batch: while the device is at its backward pass, the host prepares the next one
@@ -237,7 +237,7 @@ class ForwardBackward:
         return found
 
     def results(self) -> list[ForwardResult]:
-        """Return what `backward` found of each rollout, in the order of the batch."""
+        """Return the results of `backward` for each rollout, in the order of the batch."""
         passed, has_parts = set(self._passed), self._objective.function is None
         refs = None if self._ref is None else self._ref_logprob.tolist()
         # complete also for rollouts without a pass
@@ -258,7 +258,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _first_pass(self) -> None:
-        """Compute the sequence sums of rollouts whose A_j needs rollouts outside their micro-batch."""
+        """Compute, without gradient, theta's sums of rollouts whose A_j needs rollouts of other micro-batches."""
         if not self._objective.needs_complete_groups:
             return
         # with a single micro-batch its own forward pass is the whole batch
@@ -282,7 +282,7 @@ class ForwardBackward:
         """Run the forward and backward pass of the b rollouts `rows`.
 
         Returns:
-            In float64 on the device: their share of the metrics, and the mean weight of each one's tokens.
+            Their share of the metrics, and the mean token weight of each rollout, in float64 on the device.
         """
         sequences = pack_rollouts([self._rollouts[row] for row in rows], self._policy.device)
         logprobs, entropy = self._policy.logprobs_and_entropy(sequences)  # [T]
@@ -310,12 +310,12 @@ class ForwardBackward:
         return {**metrics, "entropy": entropy.double() * share}, weights[: len(rows)]
 
     def _cut_second_moment(self) -> None:
-        """Choose the tokens that the weight `second_moment` masks."""
+        """Set the bound of (log rho)^2 above which `second_moment` masks tokens."""
         squares = self._squares[self._kept.repeat_interleave(self._sequences.num_tokens)]
         self._totals = replace(self._totals, max_second_moment=second_moment_cut(squares))
 
     def _put_sums(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
-        """Fill in what advantages and weights need of theta; return the tokens of the micro-batch."""
+        """Store theta's sums of the rollouts `rows`, and return the tokens of the micro-batch."""
         found = logprobs.detach()
         prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
         kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
@@ -351,13 +351,13 @@ class ForwardBackward:
         return tokens
 
     def _on_device(self, values: Sequence[NDArray[Any]], rows: list[int], like: Float[Tensor, " T"]) -> Tensor:
-        """Return the values of some rollouts, one after the other, as a tensor like another one. [T]"""
+        """Return the concatenated values [T] of the rollouts `rows`, with the dtype and device of `like`."""
         joined = np.concatenate([values[i] for i in rows] or [_FILLER])
         return upload(torch.from_numpy(joined).to(like.dtype), like.device)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSequences:
-    """Pack rollouts for one pass; without any, return a filler of one token."""
+    """Pack rollouts for one pass; an empty list gives a filler of one token, so that this rank makes a pass too."""
     # an empty micro-batch is passed through the model all the same: the other ranks wait in the same collectives
     prompts, responses = [r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts]
     return pack_sequences(prompts or [_FILLER], responses or [_FILLER], device)
@@ -374,18 +374,18 @@ def plan_micro_batches(
 ) -> Plan:
     """Distribute rollouts over micro-batches of at most `max_tokens`, all with about the same number of tokens.
 
-    A rollout longer than `max_tokens` gets a micro-batch of its own. A pure function of lengths and groups: every rank
-    computes the plan of all. All ranks get the same number of micro-batches, some of them empty where rollouts are few,
-    because every pass of a sharded model is a collective.
+    A rollout longer than `max_tokens` gets a micro-batch of its own. This is a pure function, so every rank computes
+    the same plan of all ranks. All ranks get the same number of micro-batches, because every pass of a sharded model is
+    a collective; some are empty if there are few rollouts.
 
     Args:
         lengths: [N] prompt plus response tokens.
         groups: [N] group number of each rollout.
-        max_tokens: of one micro-batch.
-        rows: the rollouts that are distributed, ascending.
+        max_tokens: largest number of tokens of one micro-batch.
+        rows: indices of the rollouts to distribute, ascending.
         num_ranks: processes that share the batch.
-        keep_groups: keep a group in one micro-batch where it fits, so that it needs no first pass; False where no
-            advantage depends on theta's log-probs of other rollouts.
+        keep_groups: keep a group in one micro-batch if it fits, so that it needs no first pass, unless splitting groups
+            is faster. False if no advantage depends on theta's log-probs of other rollouts.
     """
     plan = _pack([[row] for row in rows], lengths, max_tokens, num_ranks)
     if not keep_groups:
@@ -403,7 +403,7 @@ def plan_micro_batches(
 
 
 def _pack(items: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Plan:
-    """Put items into micro-batches, the largest first, each into the emptiest; those of about one load are a round."""
+    """Put items into micro-batches, the largest first, each into the emptiest; a round has similarly large ones."""
 
     def load(rows: list[int]) -> int:
         return sum(lengths[row] for row in rows)
@@ -431,7 +431,7 @@ def _pack(items: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, n
 
 
 def split_rounds(plan: Plan, groups: Sequence[int]) -> list[int]:
-    """Return the rounds in which some rank has a part of a group: one forward pass does not give its statistics."""
+    """Return the indices of the rounds that split a group over micro-batches, so that it needs a first pass."""
     sizes = Counter(groups[row] for micro_batches in plan for rows in micro_batches for row in rows)
 
     def is_split(rows: list[int]) -> bool:
@@ -442,6 +442,6 @@ def split_rounds(plan: Plan, groups: Sequence[int]) -> list[int]:
 
 
 def _cost(plan: Plan, lengths: Sequence[int], groups: Sequence[int]) -> float:
-    """Return the token passes until the slowest rank is done with every round."""
+    """Return the cost of a plan, in tokens: the sum over rounds of the slowest rank's passes, first passes included."""
     rounds = [max(sum(lengths[row] for row in rows) for rows in micro_batches) for micro_batches in plan]
     return sum(rounds) + FIRST_PASS_COST * sum(rounds[i] for i in split_rounds(plan, groups))

@@ -25,7 +25,7 @@ NAMES: tuple[Name, ...] = get_args(Name)
 SEVERITY: tuple[Action, ...] = get_args(Action)
 """Actions, the mildest first."""
 REFUSED = "refused"
-"""Reason of a skipped step without an alarm: nothing of its batch could be trained on."""
+"""Reason of a skipped step without an alarm: all rollouts of its batch were refused."""
 Metrics = Mapping[str, float | None]
 
 
@@ -35,31 +35,31 @@ class GuardState(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     grad_norms: tuple[float, ...] = ()
-    """Norms before clipping of the last batches, oldest first, capped at `factor` times their median; relative clipping
-    goes by them."""
+    """Gradient norms before clipping of the last batches, oldest first, each capped at `factor` times the median.
+    Relative clipping uses their median."""
     signal_grad_norms: tuple[float, ...] = ()
-    """The same of the last batches with a reward signal, whose rewards differ within a group; spikes go by them."""
+    """The same of the last batches whose rewards differ within a group. `grad_spike` uses their median."""
     streaks: dict[Name, int] = Field(default_factory=dict)
-    """Steps in a row in which an alarm's condition has held; steps in which it is unknown change nothing."""
+    """Consecutive steps in which an alarm's condition held; steps in which it is unknown change nothing."""
     num_since_good: int = 0
-    """Steps since the last good one, in which the batch was applied and no condition held that rolls back or fails."""
+    """Steps since the last good one: its batch was applied, and no condition held whose action is rollback or fail."""
     num_alarms: dict[Name, int] = Field(default_factory=dict)
     """How often each alarm went off."""
     num_skipped_in_row: int = 0
     num_rollbacks: int = 0
 
     def gauges(self) -> dict[str, float]:
-        """Return, for heartbeats, how often each alarm went off and whether its condition held in the last step."""
+        """Return the gauges for heartbeats: counts of alarms and rollbacks, and which conditions hold now (0 or 1)."""
         fired = {f"alarms_{name}": float(self.num_alarms.get(name, 0)) for name in NAMES}
         held = {f"alarm_on_{name}": float(self.streaks.get(name, 0) > 0) for name in NAMES}
         return {**fired, **held, "rollbacks": float(self.num_rollbacks)}
 
     def after_resume(self, *, num_rollbacks: int, rolled_back: GuardState | None) -> GuardState:
-        """Return the state of a lineage that starts from the checkpoint with this one.
+        """Return the initial state of a lineage that starts from the checkpoint with this state.
 
         Args:
-            num_rollbacks: of alarms in the run, as the buffer counts them: a crash must not lose any.
-            rolled_back: the state that a rollback left behind; None: the lineage does not start with one.
+            num_rollbacks: rollbacks by alarms in the run, as the buffer counts them: a crash must not lose any.
+            rolled_back: the last state before a rollback; None: the lineage does not start with a rollback.
         """
         # a rollback returns to an older state, but counts never go down
         alarms = self.num_alarms if rolled_back is None else rolled_back.num_alarms
@@ -77,23 +77,23 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """How a lineage ended that an alarm or an operator rolled back.
+    """The end of a lineage that an alarm or an operator rolled back.
 
-    An operator's does not count towards `MAX_ROLLBACKS`: that bounds a run which rolls back by itself to
-    the same place again and again, and a person who has rolled back twice must not find that the guards now fail the
-    run instead. Nor does it suspect a checkpoint: those after the one it returns to stay until their age deletes them,
-    where a fork can still start from them, and no resume does, since the new lineage does not descend from them.
+    An operator's rollback does not count towards `MAX_ROLLBACKS`, which stops a run that by itself rolls back to the
+    same place again and again. Nor does it make a checkpoint suspect. Checkpoints after the one that it returns to stay
+    until retention deletes them: a fork can start from them. No resume does, since the new lineage does not descend
+    from them.
     """
 
     is_asked_for: bool
-    """An operator has asked for it; what follows says where an alarm returns to."""
+    """An operator asked for it. The fields below decide where the rollback of an alarm returns to."""
 
     guards: GuardState
-    """State of the guards at the end."""
+    """State of the guards at the end of the lineage."""
     suspect: PolicyVersion | None
     """The last checkpoint if no good step followed it; training then continues from an older one."""
     previous: PolicyVersion | None
-    """The checkpoint before the last one; None: there was none, and before the last one is the start of the run."""
+    """The checkpoint before the last one; None: there was none, only the start of the run."""
     last_good_step: int
     token: str
     """Fencing token of that lineage."""
@@ -105,10 +105,10 @@ class StepAction:
 
     alarms: tuple[Alarm, ...]
     skip: str | None
-    """Why the batch is not applied; None: it is."""
+    """Name of the alarm (or `REFUSED`) because of which the batch is skipped; None: it is applied."""
     actions: frozenset[Action]
     reason: str
-    """The alarms in one sentence; empty when there is none."""
+    """The alarms and exceeded limits behind `actions`, as text; empty if there are none."""
     state: GuardState
     """State of the guards once the step is acked."""
 
@@ -118,8 +118,8 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
 
     Args:
         section: thresholds and actions of the alarms.
-        state: after the step before.
-        metrics: of the step; None: nothing of its batch could be trained on.
+        state: state of the guards after the previous step.
+        metrics: metrics of the step; None: all rollouts of its batch were refused.
     """
     streaks, alarms, holds = dict(state.streaks), list[Alarm](), set[Name]()
     num_alarms = dict(state.num_alarms)
@@ -173,7 +173,7 @@ def check_step(section: GuardsSection, state: GuardState, metrics: Metrics | Non
 
 
 def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
-    """Return whether no checkpoint is written now."""
+    """Return whether checkpoints are held back: `non_finite` holds, or a condition whose action is rollback."""
     # a rollback must not lead to the state that caused it, and from weights that give NaN no resume can recover
     return any(
         state.streaks.get(name, 0) > 0 and (name == "non_finite" or getattr(section, name).action == "rollback")
@@ -182,7 +182,7 @@ def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
 
 
 def suspects_weights(section: GuardsSection, state: GuardState) -> bool:
-    """Return whether a condition holds that keeps batches from being applied: the weights may be the reason."""
+    """Return whether a condition holds that skips batches (or worse) and that broken weights may have caused."""
     # an engine that computes another model says nothing about the trainer's weights
     return any(name != "on_policy_gap" and _is_on(section, state.streaks, name, from_action="skip") for name in NAMES)
 
@@ -190,7 +190,7 @@ def suspects_weights(section: GuardsSection, state: GuardState) -> bool:
 def _conditions(
     section: GuardsSection, state: GuardState, metrics: Metrics
 ) -> Iterator[tuple[Name, AlarmSection, str | None]]:
-    """Yield every alarm whose condition is known in this step: a text where it holds, else None."""
+    """Yield name, section and text of each alarm whose condition is known in this step; text None: it does not hold."""
     loss, norm = metrics.get("loss"), metrics.get("grad_norm")
     if loss is not None and norm is not None:
         wrong = not (math.isfinite(loss) and math.isfinite(norm))
@@ -225,7 +225,7 @@ def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
 
 
 def _has_signal(metrics: Metrics) -> bool:
-    """Return whether rewards differ within a group of the batch, or nothing is known of that."""
+    """Return whether rewards differ within some group of the batch; True if that is unknown."""
     return metrics.get("tied_group_share") != 1.0
 
 
@@ -256,7 +256,7 @@ def _norms(
 
 
 def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, from_action: Action) -> bool:
-    """Return whether a condition holds whose action is at least `from_action`, or, whatever its action, non_finite."""
+    """Return whether an alarm's condition holds, and it is non_finite or its action is at least `from_action`."""
     serious = SEVERITY.index(getattr(section, name).action) >= SEVERITY.index(from_action)
     return streaks.get(name, 0) > 0 and (serious or name == "non_finite")
 

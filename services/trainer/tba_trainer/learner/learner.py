@@ -1,7 +1,7 @@
 """One optimizer step in two halves: `gradients` computes the gradients of a batch, `apply` changes the weights.
 
-The loop acks the batch between the halves: a refused ack costs one gradient and nothing else. Also here: AdamW with its
-state as named tensors, and the part of a checkpoint that is no tensor (`TrainerState`, state.json).
+The loop acks the batch between the halves, so a refused ack only wastes one gradient. This module also has AdamW with
+its state as named tensors, and the part of a checkpoint that is not a tensor (`TrainerState`, state.json).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MODEL, OPTIMIZER, REFERENCE, REF_LOGPROBS = "model", "optimizer", "reference", "
 OLD_POLICY, OLD_LOGPROBS = "old_policy", "old_logprobs"
 """Sections of a checkpoint."""
 SHARDED_SECTIONS = (MODEL, OPTIMIZER, REFERENCE, OLD_POLICY)
-"""Those whose tensors are cut as theta is."""
+"""Sections whose tensors are sharded as theta is."""
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State of AdamW per parameter."""
 MAX_GRAD_NORM_RATIO = 2.0
-"""Where the recipe has no limit, gradients are clipped at this times the usual norm."""
+"""If the recipe has no `max_grad_norm`, gradients are clipped at this multiple of the usual norm."""
 _RNG_STREAM = 0x7261
 """Keeps the trainer's random numbers apart from those of other services with the same seed."""
 
@@ -53,8 +53,8 @@ class Learner:
 
     Args:
         model: theta, float32 master weights on `trainer.device`.
-        recipe: its sections model, objective, trainer, searcher and eval are read.
-        rng: the trainer's random numbers of the run (`shuffle_rewards`); a checkpoint keeps their state.
+        recipe: the recipe of the run.
+        rng: the trainer's random generator (for `shuffle_rewards`); a checkpoint keeps its state.
         ranks: the processes that share every batch; all make the same calls with the same arguments.
     """
 
@@ -69,7 +69,7 @@ class Learner:
             compile_layers(model)
         self.reference = make_reference(self.objective, recipe, self._policy, autocast_dtype, self._ranks)
         self.results: list[ForwardResult] = []
-        """Of the last `gradients`, in the order of its batch."""
+        """Results of the last call of `gradients`, in the order of its batch."""
         self._old_policy: OldPolicy | None = None
         if self.objective.function is None and self.objective.parts.old_policy == "trainer":
             self._old_policy = OldPolicy(
@@ -98,11 +98,11 @@ class Learner:
             step: the optimizer step that the gradients are for.
             policy_ages: [N] of `batch.rollouts`, in optimizer steps.
             values: learning rate and beta of this step; None: the recipe's schedules.
-            usual_grad_norm: the running median that a relative clip is relative to; None: not known yet.
+            usual_grad_norm: the median of the last norms, for relative clipping; None: not known yet.
 
         Returns:
-            Metrics of the step. With a NaN or infinite loss or gradient norm it must be skipped, not applied. `results`
-            then says what was found of each rollout.
+            Metrics of the step. If the loss or the gradient norm is NaN or infinite, the caller must skip the step and
+            not apply it. `results` then has the result of each rollout.
         """
         recipe, old_policy = self._recipe, self._old_policy
         rewards = np.array([r.reward for r in batch.rollouts], dtype=np.float64)
@@ -143,11 +143,11 @@ class Learner:
         return {**metrics, "learning_rate": values.learning_rate, "beta": values.beta}
 
     def apply(self, *, step: int, lineage: int, values: StepValues | None = None) -> None:
-        """Update the weights; reset or average the reference where that is due.
+        """Update the weights with the current gradients, then reset the reference if that is due at this step.
 
         Args:
-            step: the optimizer step that this makes.
-            lineage: of this trainer; names the new version of the reference.
+            step: the number of this optimizer step.
+            lineage: lineage of this trainer, for the version of a new reference.
             values: learning rate of this step; None: the recipe's schedules.
         """
         values = values or scheduled(self._recipe, step=step)
@@ -156,7 +156,7 @@ class Learner:
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
-        """Make step `step` without an update: the weights stay, what is due at this step still happens."""
+        """Drop the gradients instead of applying them; reset the reference if that is due at this step."""
         self.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
@@ -165,20 +165,20 @@ class Learner:
         self.optimizer.discard()
 
     def remember(self, version: PolicyVersion, *, same_as: PolicyVersion | None = None) -> None:
-        """Keep a copy of theta if the objective computes behaviour log-probs again: searchers get it as `version`.
+        """Keep a copy of theta, published as `version`, if the trainer computes behaviour log-probs again.
 
         Args:
-            same_as: another name of these weights.
+            same_as: an earlier version with the same weights; its copy then serves both.
         """
         if self._old_policy is not None:
             self._old_policy.remember(version, same_as=same_as)
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
-        """Put whole tensors, named as published, into theta; nothing else changes.
+        """Load whole tensors, named as published, into theta. Optimizer and reference stay as they are.
 
         Raises:
             ConfigError: theta is an adapter, which cannot hold merged weights.
-            TbaError: they are not those of this model.
+            TbaError: names or shapes are not those of this model.
         """
         if has_adapter(self.model):
             raise ConfigError(
@@ -188,9 +188,9 @@ class Learner:
         load_tensors(dict(self.model.named_parameters()), tensors, what=what)
 
     def capture(self) -> Rows:
-        """Return what this process writes of all that `restore` needs, copied as it is read, one tensor at a time.
+        """Return this process's rows of all tensors that `restore` needs; iteration copies them one at a time.
 
-        Nothing is exchanged: the processes need not be in step.
+        Nothing is sent between processes, so they need not be in step.
         """
         sections: dict[str, Mapping[str, Tensor]] = {
             MODEL: trainable(self.model),
@@ -220,7 +220,7 @@ class Learner:
         """Put the learner into the state of a checkpoint.
 
         Args:
-            state: its part that is no tensor.
+            state: the content of the checkpoint's state.json.
             sections: the rows that this process holds, by section and name; each is read on access.
         """
         what = f"checkpoint {state.version}"
@@ -266,7 +266,7 @@ class Optimizer:
 
         Returns:
             `grad_norm` before clipping, which may be NaN or infinite; `grad_clipped`, 1 or 0; and `grad_norm_limit`,
-            None without a clip.
+            None without a limit.
         """
         limit = self._max_grad_norm
         if limit is None and usual_norm is not None:
@@ -277,7 +277,7 @@ class Optimizer:
         return {"grad_norm": norm, "grad_clipped": float(limit is not None and norm > limit), "grad_norm_limit": limit}
 
     def use_fused(self) -> None:
-        """Update all parameters in one kernel, as on CUDA: for the trace of a GPU's memory."""
+        """Switch to the fused kernel that CUDA uses, so that a memory trace on the CPU counts as on a GPU."""
         for group in self._adamw.param_groups:
             group["fused"] = True
 
@@ -294,8 +294,8 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every updated parameter; the moments are sharded
-        as it is."""
+        """Return `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` of every parameter updated so far; the moments are
+        sharded as the parameter is."""
         return {
             f"{moment}.{name}": self._adamw.state[parameter][moment]
             for moment in _MOMENTS
@@ -304,7 +304,7 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice]) -> None:
-        """Take the state from a checkpoint."""
+        """Replace the state by that of a checkpoint; TbaError if a tensor fits no parameter."""
         # By name and not by position, as torch's own state_dict has it: another order of parameters changes nothing.
         self._adamw.state.clear()
         for key, tensor in tensors.items():
@@ -343,7 +343,7 @@ class TrainerState(BaseModel):
     policy_temperature: float
     lora: LoraSection | None = None
     guards: GuardState = GuardState()
-    """Memory of the guards."""
+    """State of the guards after the last step."""
     previous: str | None = None
     """Version of the checkpoint before this one; null: this is the first one of the run."""
     settings_revision: int = 0
@@ -351,14 +351,14 @@ class TrainerState(BaseModel):
 
 
 def config_sha256(recipe: Recipe) -> str:
-    """Return the digest of what is trained and how, without addresses and paths: those may differ between starts."""
+    """Return the digest of the recipe's sections that decide training; addresses, which may change, are not in them."""
     # Another digest at a resume is legitimate (more steps, another rate) and is only logged.
     trained = {"run", "model", "sampling", "searcher", "objective", "trainer", "eval"}
     return hashlib.sha256(recipe.model_dump_json(include=trained).encode()).hexdigest()
 
 
 def trainer_rng(recipe: Recipe) -> np.random.Generator:
-    """Return the trainer's random numbers at the beginning of a run."""
+    """Return the trainer's random generator as it is at the beginning of a run."""
     return np.random.default_rng([recipe.run.seed, _RNG_STREAM])
 
 

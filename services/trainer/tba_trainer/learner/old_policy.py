@@ -1,13 +1,13 @@
 """The old policy `trainer`: behaviour log-probs that the trainer computes again, with the weights that sampled.
 
-The sampler reports log-probs of its own engine. Computed again here they differ from theta's by staleness alone, and
-from the sampler's by what the two implementations do differently (docs/algorithm.md, Mismatch).
+The sampler reports log-probs of its own engine. Computed again here, they differ from theta's only by staleness, and
+from the sampler's only by the implementation (docs/algorithm.md, Mismatch).
 
-    publish   ---> remember(version): a copy of theta's weights; the oldest copy goes
+    publish   ---> remember(version): copy theta's weights; drop the oldest copy
     batch     ---> logprobs(rollouts): per version of their spans, the copy takes theta's place for a pass
 
-Log-probs of a rollout are kept by its id. Where a version is no longer there, its tokens have the sampler's log-probs,
-and are counted.
+Log-probs are cached by rollout id. If the copy of a version is gone, its tokens get the sampler's log-probs, and are
+counted.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class OldPolicy:
         """Oldest first."""
         self.cache = LogprobCache(max_cached)
         self.num_missing_tokens = 0
-        """Tokens that the last batch brought and whose version was not there; they have the sampler's log-probs."""
+        """Uncached tokens of the last batch without a copy of their version; they got the sampler's log-probs."""
 
     def remember(self, version: PolicyVersion, *, same_as: PolicyVersion | None = None) -> None:
-        """Keep a copy of theta, which is `version` now.
+        """Keep a copy of theta as `version`, and drop the oldest copies above `max_versions`.
 
         Args:
-            same_as: another name of the same weights, as after a resume: then there is no second copy.
+            same_as: an earlier version with the same weights, as after a resume; its copy then serves both.
         """
         known = self._of(same_as)
         if known is not None:
@@ -108,7 +108,7 @@ class OldPolicy:
         return [values for values in known if values is not None]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copies for a checkpoint, sharded as theta is, their names `VERSIONS/NAME`."""
+        """Return the copies for a checkpoint, named `VERSIONS/NAME` and sharded as theta is."""
         return {f"{copy.key}/{name}": tensor for copy in self._copies for name, tensor in copy.tensors.items()}
 
     def load(self, tensors: Mapping[str, TensorSlice]) -> None:

@@ -1,4 +1,4 @@
-"""The reference policy: the source of its sequence log-probs, its weights, and when it changes.
+"""The reference policy: where its log-probs come from, its weights, and when it changes.
 
     objective.reference_placement
       trainer    ModelReference    a model here (or theta's, with LoRA), with a cache by rollout id
@@ -7,8 +7,8 @@
 
 A reference log-prob is valid for one reference version only. A reset to theta makes a new version.
 
-A rollout may be drawn again and again. The reference and the old policy (old_policy.py) see it once: its log-probs are
-kept by its id.
+A rollout may be drawn many times. Its log-probs under the reference and under the old policy (old_policy.py) are
+computed once, and cached by its id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LogprobCache:
     """Log-probs by rollout id: the sum over the response [1], or one number per response token [T].
 
     Args:
-        max_rollouts: the least recently used go first.
+        max_rollouts: `evict` drops the least recently used rollouts above this number.
     """
 
     def __init__(self, max_rollouts: int = 0) -> None:
@@ -50,7 +50,7 @@ class LogprobCache:
         return len(self._values)
 
     def get(self, rollout: Rollout, num_values: int) -> Values | None:
-        """Return the values of a rollout if there are so many of them."""
+        """Return the values of a rollout if there are exactly `num_values` of them, else None."""
         values = self._values.get(rollout.rollout_id)
         # other numbers come from a checkpoint that was made before the recipe asked for sums, or for tokens
         if values is None or len(values) != num_values:
@@ -64,7 +64,7 @@ class LogprobCache:
         self._values.move_to_end(rollout.rollout_id)
 
     def evict(self) -> None:
-        """Drop what is too much: after the reads, because a batch may be larger than the cache."""
+        """Drop rollouts above `max_rollouts`. Call it after all reads, because a batch may be larger than the cache."""
         while len(self._values) > self._max_rollouts:
             self._values.popitem(last=False)
 
@@ -73,10 +73,10 @@ class LogprobCache:
         self._values.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the cache, least recently used first.
+        """Return the cache as tensors for a checkpoint, least recently used rollout first.
 
-        `rollout_ids` uint8 [n, 16], and one after the other `ref_logprobs` float64; `num_values` int64 [n] of each
-        rollout where that is not 1.
+        `rollout_ids` uint8 [n, 16]; `ref_logprobs` float64, the values of all rollouts concatenated; `num_values` int64
+        [n] of each rollout, left out if all are 1.
         """
         # The order is part of the state: a resumed run must evict what the run that was never stopped would evict.
         ids = np.frombuffer(b"".join(self._values), dtype=np.uint8).reshape(len(self._values), 16)
@@ -97,10 +97,10 @@ class LogprobCache:
 def compute_logprobs(
     policy: LogprobModel, rollouts: Sequence[Rollout], *, per_token: bool, micro_batch_tokens: int, ranks: Ranks
 ) -> list[Values]:
-    """Return the log-probs of some rollouts, at least one, under a policy; every rank gets all of them.
+    """Return the log-probs under a policy of at least one rollout (a collective: every rank gets all of them).
 
     Args:
-        per_token: one number per response token, not their sum.
+        per_token: return one number per response token instead of their sum.
         micro_batch_tokens: most tokens of one forward pass.
     """
     plan = plan_micro_batches(
@@ -128,12 +128,12 @@ def compute_logprobs(
 
 
 class Reference:
-    """No reference: the objective needs none. Base class of the other two."""
+    """The reference of an objective that needs none, and the base class of the others."""
 
     def __init__(self, *, max_cached: int = 0) -> None:
         self.version = START
         self.num_computed = 0
-        """Rollouts that have gone through the reference model."""
+        """Number of rollouts that have gone through the reference model."""
         self.cache = LogprobCache(max_cached)
 
     @property
@@ -142,14 +142,14 @@ class Reference:
         return self.version == START
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values] | None:
-        """Return the reference's log-prob of every response token where the objective clamps tokens, else their sum.
+        """Return each rollout's ref log-probs, per token if the objective clamps tokens, else their sum.
 
         None: the objective needs no reference.
         """
         return None
 
     def after_step(self, version: PolicyVersion) -> None:
-        """Reset the reference to theta if that is due now that theta is `version`."""
+        """Reset the reference to theta, which is now `version`, if that is due. Called after every step."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the reference's weights for a checkpoint, sharded as theta is."""
@@ -186,7 +186,7 @@ class CarriedReference(Reference):
         return values
 
     def load(self, tensors: Mapping[str, TensorSlice], version: PolicyVersion) -> None:
-        """Refuse: searchers know only the starting model."""
+        """Raise ConfigError, because searchers know only the starting model."""
         raise ConfigError(
             f"the checkpoint's reference is version {version}, and with objective.reference_placement = "
             '"searcher" it can only be the starting model; set it back to "trainer"'
@@ -204,7 +204,7 @@ class ModelReference(Reference):
         self._micro_batch_tokens = micro_batch_tokens
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values]:
-        """See `Reference.logprobs`; what is not cached or carried is computed."""
+        """Return log-probs as `Reference.logprobs` does; compute those that are neither cached nor carried."""
         # by id: a rollout that is in the batch twice is computed once
         missing = list({r.rollout_id: r for r in rollouts if self._known(r) is None}.values())
         if missing:  # every rank sees the same cache, so every rank goes on: no collective is left waiting
@@ -261,8 +261,8 @@ def make_reference(
     """Return the reference that the objective needs.
 
     Args:
-        policy: theta, whose starting weights a model here holds.
-        autocast_dtype: of the passes of a second model.
+        policy: theta, still with its starting weights.
+        autocast_dtype: autocast dtype of the passes of a second model.
     """
     if objective.reference_placement is None:
         return Reference()
@@ -336,11 +336,11 @@ class AdapterWeights:
                 layer._disable_adapters = False
 
     def reset_to_theta(self) -> None:
-        """Make a copy of the current adapter the reference's."""
+        """Replace the reference's adapter by a copy of theta's."""
         self._tensors = copied(self._theta)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the reference's adapter by the names of theta's; nothing while it is the starting model."""
+        """Return the reference's adapter by parameter name; empty while the reference is the starting model."""
         return self._tensors or {}
 
     def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
@@ -351,4 +351,4 @@ class AdapterWeights:
 
 
 ReferenceWeights = FrozenCopyWeights | AdapterWeights
-"""Weights of the reference, and `policy`, the model that computes log-probs under them while `active` is open."""
+"""Weights of the reference. While its context `active` is open, its `policy` computes log-probs under them."""

@@ -17,7 +17,7 @@ from tba.config import Recipe, with_live
 from tba.logs import get_logger
 
 NO_CHANGES_READ = 2**53 - 1
-"""As `after` of the settings: return the current values without the audit of who changed them."""
+"""Value of `after` in a request for the settings: read the current values without the audit of their changes."""
 log = get_logger("schedules")
 
 

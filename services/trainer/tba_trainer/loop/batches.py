@@ -1,4 +1,4 @@
-"""The batches of the steps: drawn from the buffer ahead of time, then freed of what cannot be trained on.
+"""The batches of the steps: drawn from the buffer ahead of time, then filtered.
 
     loop     take(step)      waits for the batch of its step; the wait has the name of what the buffer waits for
     thread   draws           at most `ahead` steps beyond the one that the loop asked for, with long polls, until the
@@ -6,8 +6,8 @@
     loop     filter_batch    refuses rollouts, each with a reason that is counted
 
 The wire has checked every rollout by itself (tba.wire.decode_batch). The filter checks what only the trainer knows: the
-model's vocabulary and length, the versions that exist, the needs of the objective. A bad rollout costs only itself,
-and its group only where a group of one is left.
+model's vocabulary and length, the versions that exist, the needs of the objective. A refused rollout takes the rest of
+its group with it only if a single rollout would be left.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _DAMAGED_PAUSE_S = 0.2
 _TICK_S = 0.1
 PAUSED = "run-paused"
 MAX_ABS_REWARD = 1e9
-"""Beyond it, float32 has no room beside a reward for a KL of some nats, and sums of squares overflow."""
+"""Larger rewards are refused: in float32 a KL of some nats is lost beside them, and sums of squares may overflow."""
 MIN_SAMPLER_LOGPROB = -1000.0
-"""Nats of one token. A sampler never draws such a token, so its sender did not sample it."""
+"""Lowest plausible log-prob of a sampled token, in nats. A rollout with a lower one cannot have been sampled."""
 log = get_logger("prefetch")
 
 
 def draw_batch(buffer: BufferClient, session: Session, step: int, wait_s: float) -> Batch:
-    """Draw the batch of a step for a lineage."""
+    """Draw the batch of a step for a lineage; the buffer may wait `wait_s` for it."""
     request = BatchRequest(
         trainer_id=session.trainer_id, lineage=session.lineage, step=step, token=session.token, wait_s=wait_s
     )
@@ -55,11 +55,11 @@ class Prefetcher:
     """Draws the batches of steps `first_step`, `first_step + 1`, ... in order.
 
     Args:
-        draw: draws the batch of a step, waiting on the server up to some seconds; raises as BufferClient.draw_batch.
+        draw: draws the batch of a step, and lets the buffer wait some seconds; raises as BufferClient.draw_batch.
         status: shows the wait for a batch.
         first_step: the step that the loop makes first.
         last_step: nothing is drawn beyond it.
-        ahead: batches drawn while a step runs.
+        ahead: number of steps beyond the current one to draw for.
         batch_wait_s: deadline of the wait for one batch, without the time in which the run is paused.
         batch_deadline_s: seconds from the draw until the buffer voids a batch.
         stop: set when the process should end.
@@ -95,21 +95,21 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def start(self) -> None:
-        """Start to draw."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Draw nothing more; a long poll in progress is left to end by itself."""
+        """Stop drawing. Do not wait for a long poll in progress, which ends by itself."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
 
     def take(self, step: int) -> Batch | None:
-        """Return the batch of `step`; None when the process was told to stop.
+        """Wait for the batch of `step`, and return it; None: the process was told to stop.
 
         Raises:
             WaitTimeoutError: no batch within `batch_wait_s`.
-            RunOverError, FencedError, RollbackError, ServiceError: as drawing raised it.
+            RunOverError, FencedError, RollbackError, ServiceError: the error that ended the thread.
         """
         batch = self._poll(step, timeout_s=0.0)
         if batch is not None:  # the usual case: it was drawn during the step before, and no wait is reported
@@ -218,7 +218,7 @@ class Requirements:
 
     vocab_size: int
     max_tokens: int | None
-    """Prompt and response together, of the model and the recipe; None: neither has a limit."""
+    """Largest number of prompt and response tokens together, of model and recipe; None: neither has a limit."""
     ref_logprobs: bool
     """Rollouts must carry the starting model's log-prob, because the trainer computes none."""
     min_group: int
@@ -245,9 +245,9 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
     """Return the batch without the rollouts that cannot be trained on; they join its `refused`.
 
     Args:
-        required: by the model and the objective.
-        lineages: every start of the trainer.
-        trainer: the current weights; a rollout of a later version cannot exist.
+        required: requirements of the model and the objective.
+        lineages: all lineages of the run.
+        trainer: version of the current weights; rollouts of later versions are refused.
     """
     parents, groups, refused = lineages.parents, [], list(batch.refused)
     for group in batch.groups:

@@ -5,10 +5,10 @@
              thread            upload, manifest last
              loop     settle   after a later step: register it, delete old ones
 
-Every process of the trainer does so with the rows that it holds (`tba_trainer.distributed.checkpoints`).
+Every process of the trainer copies and uploads the rows that it holds (`tba_trainer.distributed.checkpoints`).
 
-A large one is registered some steps later than it was taken. A trainer that is killed meanwhile resumes from the one
-before: that one is deleted only after the new one is registered.
+A large checkpoint is registered some steps after it was taken. A trainer that is killed in between resumes from the
+checkpoint before, which is deleted only after the new one is registered.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class CheckpointWriter:
 
     @property
     def is_uploading(self) -> bool:
-        """Whether a checkpoint is on its way that `settle` has not registered."""
+        """Whether there is an upload whose checkpoint is not registered yet."""
         return self._upload is not None
 
     def write(self) -> None:
-        """Write a checkpoint of the current weights: a small one at once, a large one in the background.
+        """Write a checkpoint of the current weights: a small one at once, a large one in the background if it fits.
 
         Raises:
             StoreUnavailableError: nothing was registered.
@@ -74,7 +74,7 @@ class CheckpointWriter:
     def save(self) -> None:
         """Write and register a checkpoint of the current weights; do nothing without a step since the last one.
 
-        An older one that is being uploaded is not waited for: the new one takes its place.
+        The upload of an older checkpoint is given up once the new one is registered.
 
         Raises:
             StoreUnavailableError: the new one was not registered: a process could not store its part, or did not in
@@ -115,7 +115,7 @@ class CheckpointWriter:
         self.give_up_upload()  # it waits, and the new one must not wait for that to be registered
 
     def _new(self, *, in_background: bool) -> Upload:
-        """Begin a checkpoint of the current weights. Arguments and errors of `TeamCheckpoints.begin`."""
+        """Begin a checkpoint of the current weights. Arguments and errors are those of `TeamCheckpoints.begin`."""
         context, progress = self._context, self._progress
         recipe, learner = context.recipe, context.learner
         state = TrainerState(
@@ -139,7 +139,7 @@ class CheckpointWriter:
         return context.checkpoints.begin(state, learner.capture(), known=known, in_background=in_background)
 
     def _wait_unstaged(self, upload: Upload) -> None:
-        """Wait for an upload that reads the weights, and register it. A stop ends the wait: no step follows it."""
+        """Wait for an upload that reads the weights, and register it. SIGTERM ends the wait, since no step follows."""
         stop, deadline = self._context.stop, time.monotonic() + limits.UPLOAD_S
         with self._context.status.named_wait("checkpoint-upload", limits.UPLOAD_S):
             while not upload.wait(_POLL_S):
@@ -154,7 +154,7 @@ class CheckpointWriter:
         self.settle()
 
     def settle(self) -> None:
-        """Register the checkpoint whose upload has ended since the last call, if one has.
+        """If the upload has ended, register its checkpoint and delete old ones. Do not wait.
 
         Raises:
             StoreUnavailableError: it could not be stored; nothing was registered.
@@ -170,7 +170,7 @@ class CheckpointWriter:
             self._register_saved(upload.version, upload.key)
 
     def complete_upload(self) -> None:
-        """Wait for the checkpoint that is being uploaded, RETRY_S at most, and register it; log why not."""
+        """Wait for the upload, RETRY_S at most, and register its checkpoint; otherwise log why not, and give it up."""
         if self._upload is None:
             return
         wait_s = limits.RETRY_S
@@ -187,7 +187,7 @@ class CheckpointWriter:
     def give_up_upload(self) -> None:
         """Abandon the upload: write no more objects and no manifest.
 
-        Waits for the object under way, at most as long as one operation of the store takes.
+        Waits until the object that is being written is done, at most for the timeout of one store operation.
         """
         if self._upload is not None:
             self._upload.give_up()
@@ -210,9 +210,9 @@ class CheckpointWriter:
         log.info("checkpoint", version=str(version), key=key)
 
     def register_unsuspected(self) -> str:
-        """Register an older checkpoint where no good step followed the last one. Return where the next start continues.
+        """Register an older checkpoint if no good step followed the last one. Return where the next start continues.
 
-        For a run that fails while its weights may be what is wrong.
+        Called when a run fails and its weights may be the cause.
 
         Raises:
             StoreUnavailableError, UnavailableError: nothing was changed.

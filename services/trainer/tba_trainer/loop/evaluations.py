@@ -36,14 +36,13 @@ class Evaluations:
         self._last_step = start_step - start_step % sync_interval
 
     def num_prompts_due(self, step: int, *, every_steps: int) -> int | None:
-        """Return the held-out prompts for the version published at `step`; None when no evaluation is due.
+        """Return the number of held-out prompts for the version published at `step`; None: no evaluation is due.
 
-        Each call settles the steps up to its own: an evaluation is due where a multiple of the interval lies between
-        the last call and this one.
+        An evaluation is due if a multiple of `every_steps` lies after the step of the last call, up to this one's.
 
         Args:
-            step: a multiple of the sync interval.
-            every_steps: the interval as it is now.
+            step: a multiple of the sync interval, larger than in the last call.
+            every_steps: the current interval of evaluations.
         """
         # Not `step % every_steps == 0`: versions are published every sync_interval steps, and may miss that multiple.
         due = step // every_steps > self._last_step // every_steps
@@ -51,10 +50,10 @@ class Evaluations:
         return self._section.num_prompts if due else None
 
     def request(self, version: PolicyVersion, num_prompts: int) -> EvalInfo | None:
-        """Ask for an evaluation of a published version; log a refusal and return None.
+        """Ask for an evaluation of a published version. Return None if evaluations are off, or after a (logged) error.
 
         Args:
-            num_prompts: the first so many held-out prompts, in upload order.
+            num_prompts: number of held-out prompts, the first ones in upload order.
 
         Raises:
             FencedError: a newer lineage owns the run.
@@ -72,7 +71,7 @@ class Evaluations:
             return None
 
     def wait(self, evaluation: EvalInfo, status: Status, stop: threading.Event) -> None:
-        """Wait for the last evaluation until it is done, its time is over, or `stop` is set.
+        """Wait for the last evaluation until it is done, `eval.timeout_s` has passed, or `stop` is set.
 
         Raises:
             RollbackError: an operator has asked for a rollback meanwhile.

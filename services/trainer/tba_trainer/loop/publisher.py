@@ -6,13 +6,13 @@
              while the store is away; then the announcement, retried while the buffer is away; then the evaluation
              request; then, at most every few seconds, old versions are deleted
 
-Of a sharded model a snapshot is this process's share; a thread of each other process stores its own, and answers this
-one (`tba_trainer.distributed.shares`).
+With a sharded model a snapshot is this process's share. In each other process a thread stores that process's share, and
+replies to this thread (`tba_trainer.distributed.shares`).
 
-The files of the last published version stay on the disk: the next one is stored as a delta against them. Versions that
-are adapters need those of the starting model in their place: the thread merges each, to know its digests. An error that
-no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its next
-call.
+The files of the last published version stay on the disk, because the next one may be a delta against them. With LoRA
+the files of the starting model stay instead: the thread merges each adapter into them to compute the digests. An error
+that no retry can fix (a fencing token, other content under the same version) ends the thread. The loop raises it at its
+next call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 10.0
 _TICK_S = 0.1
 _DELETE_INTERVAL_S = 5.0
-"""Small models publish several times a second, large ones every few minutes."""
+"""Shortest time between two deletions: small models publish several times a second."""
 Result = TypeVar("Result")
 log = get_logger("publisher")
 
@@ -58,7 +58,7 @@ class Publisher:
         section: limits and deadlines.
         session: its parent is the parent of the first version.
         versions: the published versions of the run.
-        checkpoints: of the run; a version that has one is not deleted.
+        checkpoints: checkpoints of the run; a version that has one is not deleted.
         files: config and tokenizer files by name.
         start: the starting model, whose files stay to the end; None: no version is an adapter.
         stop: set when the process should end.
@@ -86,9 +86,9 @@ class Publisher:
         self._changed = threading.Condition()
         self._pending: deque[tuple[WeightSnapshot, int | None, bool]] = deque()
         self._base: tuple[WeightSnapshot, LocalVersion] | None = None
-        """The last published snapshot, with its files: what the next version may be a delta against."""
+        """The last published snapshot with its files, against which the next version may be a delta."""
         self._num_without_base = 0
-        """Versions that are stored whole without a try, since the last delta did not pay."""
+        """Number of next versions to store whole without trying a delta, because the last delta did not pay."""
         self._published_bytes = {"full": 0, "delta": 0, "adapter": 0}
         self._store_s = 0.0
         self._error: Exception | None = None
@@ -100,7 +100,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     def gauges(self) -> dict[str, float]:
-        """Return what heartbeats report of publishing in this lineage."""
+        """Return the gauges of publishing in this lineage, for heartbeats."""
         return {
             "num_unpublished_versions": float(len(self._pending)),
             "published_full_bytes_total": float(self._published_bytes["full"]),
@@ -114,7 +114,7 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Announce nothing more; a transfer in progress is left to end by itself, unless it waits for others."""
+        """Stop publishing, and discard waiting snapshots. A transfer in progress goes on, but waits for no process."""
         self._closed.set()
         with self._changed:
             # those behind it may hold a copy of the model: a lineage after a rollback needs the memory
@@ -137,12 +137,12 @@ class Publisher:
         """Take a snapshot of the current weights and submit it.
 
         Args:
-            snapshots: of theta. It is not kept: a transfer that outlives a rollback must not keep the old model alive.
-            version: the name of the weights.
+            snapshots: takes the snapshot. No reference to it is kept, or a slow transfer could keep an old model alive.
+            version: version of the weights.
             num_eval_prompts: held-out prompts that the version is evaluated on; None: it is not evaluated.
 
         Raises:
-            WaitTimeoutError, FencedError, ObjectExistsError, TbaError: as `submit` raises it.
+            WaitTimeoutError, FencedError, ObjectExistsError, TbaError: see `submit`.
             OSError: the local disk is full.
         """
         with self._changed:
@@ -152,10 +152,11 @@ class Publisher:
         self.submit(snapshots.take(version, self.submitted), num_eval_prompts=num_eval_prompts)
 
     def submit(self, snapshot: WeightSnapshot, *, num_eval_prompts: int | None = None, announce: bool = True) -> None:
-        """Hand a snapshot over, to be evaluated on some held-out prompts once it is announced (None: not at all).
+        """Queue a snapshot for the thread; wait for a free place if MAX_UNPUBLISHED_VERSIONS snapshots are queued.
 
         Args:
-            snapshot: its files are deleted once the version is published.
+            snapshot: its files are deleted once no later version can be a delta against them.
+            num_eval_prompts: held-out prompts that the announced version is evaluated on; None: it is not evaluated.
             announce: False only stores it, for searchers that ask for the version by name.
 
         Raises:
@@ -171,7 +172,7 @@ class Publisher:
             self.submitted = snapshot.version
 
     def drain(self) -> None:
-        """Wait until everything is announced."""
+        """Wait until all submitted versions are published, or the process is told to stop."""
         self._wait_until_below(1)
 
     def _wait_until_below(self, count: int) -> None:
@@ -286,12 +287,12 @@ class Publisher:
         )
 
     def discard(self, snapshot: WeightSnapshot) -> None:
-        """Delete the files of a snapshot, but for the starting model, which adapters are merged into until the end."""
+        """Delete the files of a snapshot, unless it is the starting model that adapters are merged into."""
         if snapshot is not self._start:
             snapshot.close()
 
     def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
-        """Keep the files of the version just published in place of the last one's, if the next one may be a delta."""
+        """Replace the last version's files by those of the version just published, if the next one may be a delta."""
         if self._start is not None:  # every other version is an adapter for it
             self.discard(snapshot)
             return
@@ -308,7 +309,7 @@ class Publisher:
             snapshot.close()
 
     def delete_old_versions(self) -> None:
-        """Delete the versions that nothing keeps (`reasons_to_keep`); while the buffer or the store is away, later."""
+        """Delete the versions that nothing keeps (`reasons_to_keep`). Log a TbaError; a later version tries again."""
         try:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:
@@ -324,7 +325,7 @@ class Publisher:
             self._next_deletion_s = time.monotonic() + _DELETE_INTERVAL_S
 
     def _retry_while_away(self, action: Callable[[], Result], version: PolicyVersion) -> Result | None:
-        """Return what the action returns, tried until store and buffer answer; None: the publisher was closed."""
+        """Repeat an action until store and buffer answer, and return its result; None: the publisher was closed."""
         pause_s = _RETRY_FIRST_S
         while not self._closed.is_set():
             try:

@@ -1,4 +1,4 @@
-"""End a trainer: interrupt a run that can be resumed, or finish a run that is over. SIGTERM asks for the former.
+"""End a trainer: interrupt a run after SIGTERM, so that it can be resumed, or finish a run that is over.
 
 While a trainer starts, signals end it at once (tba/early_signals.py); `stop_on_signals` replaces that during training.
 """
@@ -35,7 +35,7 @@ log = get_logger("shutdown")
 
 
 def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
-    """Keep what was trained after SIGTERM; the run can be resumed.
+    """Write a last checkpoint after SIGTERM, unless an alarm holds checkpoints back; the run can be resumed.
 
     Raises:
         StoreUnavailableError: the last checkpoint cannot be written; a resume continues from an older one.
@@ -60,10 +60,10 @@ def interrupt(context: LineageContext, writer: CheckpointWriter) -> None:
 
 
 def finish(context: LineageContext, writer: CheckpointWriter, *, early_end: str | None) -> RunEnd:
-    """Publish, checkpoint, evaluate, export and mark the run done. SIGTERM before that leaves a run to be resumed.
+    """Publish, checkpoint, evaluate, export and mark the run done. If SIGTERM comes first, interrupt the run instead.
 
     Args:
-        writer: of this lineage's checkpoints.
+        writer: writes the checkpoints of this lineage.
         early_end: why the run is over before `num_steps`; None: it is not.
     """
     progress, recipe = context.progress, context.recipe
@@ -124,7 +124,7 @@ def upload_export(recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: Po
 
 
 def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], object]) -> None:
-    """Repeat an action while the store is away; give it up only when the process is told to stop."""
+    """Repeat an action while the store is away, RETRY_S at most (WaitTimeoutError), or until SIGTERM."""
     wait_s = limits.RETRY_S
     deadline = time.monotonic() + wait_s
     with context.status.named_wait("object-store", wait_s):
@@ -141,7 +141,7 @@ def _retry_until_stored(context: LineageContext, what: str, action: Callable[[],
 
 @contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT only set the event. Outside the main thread, which signals do not reach, do nothing."""
+    """Make SIGTERM and SIGINT only set the event. Do nothing outside the main thread, which alone has handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

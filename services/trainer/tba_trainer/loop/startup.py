@@ -35,7 +35,7 @@ from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
 _MOST_CHOICES = 5
-"""Rollbacks that may be asked for and withdrawn, one after the other, while a start chooses its parent."""
+"""How often a start chooses its parent: again each time an operator has withdrawn a rollback meanwhile."""
 log = get_logger("startup")
 
 
@@ -46,14 +46,14 @@ class _Parent:
     version: PolicyVersion
     checkpoint_key: str | None = None
     checkpoint: Checkpoint | None = None
-    """On this machine; the caller closes it."""
+    """Its downloaded files; the caller closes it."""
     fails: str | None = None
-    """Why the run fails instead; nothing was loaded."""
+    """Why the run must fail instead of starting; None: it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageStart:
-    """Takes a lineage from the buffer, and puts the learner where the lineage's parent was."""
+    """Takes a lineage from the buffer, and restores the learner to the state of the lineage's parent."""
 
     context: TrainerContext
     checkpoints: TeamCheckpoints
@@ -65,12 +65,12 @@ class LineageStart:
     """How the lineage before this one ended; None: this is the first one of the process."""
 
     def take(self) -> Session:
-        """Start the lineage. The choice of a parent may take minutes: it is loaded and checked.
+        """Start the lineage: choose its parent, load and check it (this may take minutes), and restore it.
 
-        Where an operator's rollback was withdrawn meanwhile, the parent is chosen again.
+        If an operator withdraws a rollback in between, the parent is chosen again.
 
         Raises:
-            ConflictError: the run is done. A run that failed continues from its last checkpoint.
+            ConflictError: the run is done (one that failed can start), or rollbacks were withdrawn too often.
             ConfigError: the checkpoint belongs to another model or policy temperature.
             StoreError: the checkpoint or the version to fork is missing or damaged.
             GuardError: a rollback, of an alarm or an operator, finds none of the checkpoints that it could return to;
@@ -121,10 +121,10 @@ class LineageStart:
         )
 
     def _begin(self, before: RunInfo, parent: _Parent, reply: LineageReply) -> Session:
-        """Restore the parent's state, and return the lineage just taken as the trainer's session.
+        """Delete the suspect checkpoints, restore the parent's state, and return the session of the lineage just taken.
 
         Args:
-            before: the run before the lineage was taken.
+            before: the run as it was before the lineage was taken.
         """
         rollback, version, checkpoint = self.rollback, parent.version, parent.checkpoint
         # Nothing returns to the abandoned checkpoints after the parent, up to the suspect one. They go only now: the
@@ -176,9 +176,9 @@ class LineageStart:
         )
 
     def _asked_parent(self, info: RunInfo, asked: RollbackInfo) -> _Parent:
-        """Return the checkpoint of an operator's rollback, or an older one; where all are lost, why the run fails.
+        """Return the newest intact checkpoint at or before the step of an operator's rollback.
 
-        The run must not continue with the weights that a person wanted to leave.
+        If there is none, the run must fail (`fails`), and not go on with weights that a person wanted to leave.
         """
         step = PolicyVersion.parse(asked.version).step
         active = self.checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
@@ -195,7 +195,7 @@ class LineageStart:
         return _Parent(version=version, checkpoint_key=info.checkpoint_key, fails=sentence)
 
     def _resume_parent(self, info: RunInfo) -> _Parent:
-        """Return what a start, or an alarm's rollback, continues from. The state of a fork is restored already.
+        """Return the parent of a start or of an alarm's rollback. The weights of a new fork are restored here already.
 
         Raises:
             StoreError: the registered checkpoint is missing or damaged, and no older one is intact.
@@ -253,7 +253,7 @@ class LineageStart:
             )
 
     def _restore_fork(self, run: str, version: PolicyVersion) -> None:
-        """Restore another run's whole state where it has a checkpoint of the version, else its published weights.
+        """Restore another run's whole state if it has a checkpoint of the version, else only its published weights.
 
         The starting model at `model.path` stays the reference and the origin of policy ages, so it must be the one
         that the other run started from (docs/adr/0009-fork.md).
@@ -261,7 +261,7 @@ class LineageStart:
         Raises:
             ConfigError: the version is not in the store, or is of another model.
             DigestError: it is damaged.
-            StoreUnavailableError
+            StoreUnavailableError: the store cannot be reached.
         """
         # With a checkpoint the fork continues with AdamW's moments, the reference and the random numbers of the run.
         checkpoints, store = self.checkpoints.of_run(run), self.context.store
@@ -295,7 +295,7 @@ def forked_version(info: RunInfo) -> PolicyVersion | None:
 
 
 def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Event) -> OriginInfo | None:
-    """Return what the run begins with, once the buffer has loaded it (the buffer shows its wait "snapshot-load").
+    """Wait until the buffer has loaded the snapshot that the run begins with, and return it; None: there is none.
 
     Args:
         stop: set when the process should end; then the state of the load so far is returned.

@@ -23,9 +23,9 @@ from tba_trainer.learner.guards import GuardState
 
 HEARTBEAT_INTERVAL_S = 1.0
 HUNG_AFTER_S = 3600.0
-"""A loop is taken to hang so long past the deadline of its wait, or after its last step, wait or activity."""
+"""Seconds after which a loop counts as hung: since the deadline of its wait, or its last step, wait or activity."""
 ALIVE_FILE_VARIABLE = "TRAINER_ALIVE_FILE"
-"""Environment variable: the file that a liveness probe looks at. Names that begin with TBA_ are keys of the recipe."""
+"""Environment variable with the file that a liveness probe checks. Names with the prefix TBA_ would be recipe keys."""
 log = get_logger("heartbeat")
 
 
@@ -73,7 +73,7 @@ class Progress:
 
     @property
     def version(self) -> PolicyVersion:
-        """The current weights, under the name that they were or will be announced by."""
+        """Version under which the current weights were or will be announced."""
         # until the first step these are the parent's weights, which a resume announces under its own name
         return self._session.first if self.step == self._session.parent.step else self.newest
 
@@ -118,17 +118,17 @@ class Status:
         self._waited_s: dict[str, float] = {}
         self._started_at_s = time.time()
         self._moved_s = now()
-        """When the loop last did something that is seen here."""
+        """When the loop last reported a step, a wait or an activity."""
 
     @property
     def is_hung(self) -> bool:
-        """True when the loop has shown nothing for `HUNG_AFTER_S`, beyond the wait that it has named."""
+        """True when `HUNG_AFTER_S` has passed since the deadline of the current wait, or else since the last report."""
         with self._lock:
             expected_s = self._moved_s if self._wait is None else self._wait[2]
         return self._now() > expected_s + HUNG_AFTER_S
 
     def set_state(self, state: str, version: PolicyVersion | None = None) -> None:
-        """Name the current activity, for people, and the weights that the trainer holds now (None: the same)."""
+        """Set the name of the current activity, for people, and the version that is trained (None: unchanged)."""
         with self._lock:
             self._state, self._moved_s = state, self._now()
             self._version = version or self._version
@@ -188,7 +188,7 @@ class Status:
             )
 
     def _waited_by_name(self, now: float) -> dict[str, float]:
-        """Return the seconds waited since the start by name, with the wait in progress. Needs the lock."""
+        """Return the seconds waited since the start by name, with the wait in progress. The caller holds the lock."""
         if self._wait is None:
             return self._waited_s.copy()
         name, since, _ = self._wait
@@ -205,8 +205,8 @@ class Heartbeats:
 
     Args:
         gauges: more gauges, read at every beat.
-        alive_file: is touched before every beat while the loop does not hang, and is not there before the first beat
-            and after the last: a liveness probe asks how old it is.
+        alive_file: file that is touched before every beat unless the loop is hung, and deleted by `close`. A liveness
+            probe checks its age.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Heartbeats:
         self._thread.start()
 
     def close(self) -> None:
-        """Send one last beat and end."""
+        """Send one last beat, end the thread, and delete `alive_file`."""
         self._closed.set()
         self._thread.join(timeout=2 * HEARTBEAT_INTERVAL_S)
         if self._alive_file is not None:

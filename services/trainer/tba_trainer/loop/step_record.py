@@ -1,4 +1,4 @@
-"""What is known of one optimizer step, put together once, and who reads it.
+"""The record of one optimizer step, and who reads it.
 
     gradients, guards, clocks --> StepRecord --> ack_request      the buffer: the ledger, what became of each rollout
                                              --> version, metrics heartbeats, and so the status and the page
@@ -24,9 +24,9 @@ from tba_trainer.learner.guards import Metrics, StepAction
 from tba_trainer.loop.batches import count_reasons
 
 MAX_TRAINED = 65_536
-"""The rollouts of larger batches are not reported one by one."""
+"""Largest number of rollouts of a batch that are reported one by one."""
 BYTES_PER_TRAINED = 128
-"""More than a rollout takes in the JSON of an ack."""
+"""Upper bound of the bytes of one rollout in the JSON of an ack."""
 SHOWN = ("loss", "reward_mean", "policy_age_mean", "ess", "grad_norm", "step_s", "wait_s")
 """Metrics in the log's line of a step."""
 log = get_logger("loop")
@@ -34,15 +34,15 @@ log = get_logger("loop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, used or skipped."""
+    """One optimizer step, applied or skipped."""
 
     version: PolicyVersion
-    """Names the weights after the step."""
+    """Version of the weights after the step."""
     batch: Batch
-    """Without the rollouts that were refused."""
+    """The batch after `filter_batch`."""
     policy_ages: list[int]
     results: Sequence[ForwardResult]
-    """Of the rollouts that were not refused; empty where none was left."""
+    """Results of the rollouts that were not refused; empty if all were."""
     action: StepAction
     settings_revision: int
     """Revision of the live settings that the step was made with."""
@@ -50,11 +50,11 @@ class StepRecord:
     """None: unknown, not a finite number, or out of bounds."""
 
     def ack_request(self, token: str, *, max_bytes: int) -> AckRequest:
-        """Return what the buffer is told before the weights change.
+        """Return the body of the ack, which is sent before the weights change.
 
         Args:
             token: fencing token of the lineage.
-            max_bytes: of JSON about single rollouts; beyond it they are left out.
+            max_bytes: most bytes of JSON about single rollouts; if they take more, they are left out.
         """
         return AckRequest(
             lineage=self.version.lineage,
@@ -71,7 +71,7 @@ class StepRecord:
         )
 
     def log(self, measured: Metrics) -> None:
-        """Write the line of the step with its numbers as measured, and one for what was refused and for each alarm."""
+        """Log a line with the numbers of the step, one about refused rollouts if there are any, and one per alarm."""
         version, skip = str(self.version), self.action.skip
         shown = {name: round(value, 4) for name in SHOWN if (value := measured.get(name)) is not None}
         log.info("step", version=version, **shown, **({} if skip is None else {"skipped": skip}))
@@ -84,7 +84,7 @@ class StepRecord:
 
 
 def trained_rollouts(results: Sequence[ForwardResult], *, max_bytes: int) -> TrainedRollouts | None:
-    """Return what a step made of its rollouts; None without any, or where they take more than `max_bytes` of JSON."""
+    """Return each rollout's advantage and weight in a step; None: no rollouts, or more than `max_bytes` of JSON."""
     # the step must not fail because of what is only for people
     if not results or len(results) > min(MAX_TRAINED, max_bytes // BYTES_PER_TRAINED):
         return None

@@ -37,7 +37,7 @@ class TrainerContext:
 
 @dataclass(frozen=True, kw_only=True)
 class LineageContext(TrainerContext):
-    """The parts of a process, and those of its present lineage."""
+    """The parts of a process, and those of its current lineage."""
 
     session: Session
     progress: Progress

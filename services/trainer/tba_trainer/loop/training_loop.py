@@ -146,7 +146,7 @@ class TrainingLoop:
         return finish(context, self._writer, early_end=early_end)
 
     def _one_step(self) -> StepAction | None:
-        """Make one optimizer step, used or skipped; None when there was none (SIGTERM, or a void batch)."""
+        """Make one optimizer step, applied or skipped, and return its action; None after SIGTERM or a void batch."""
         context, progress, session = self._context, self._progress, self._context.session
         step, waited_s = progress.step + 1, context.status.waited_s
         batch = context.prefetcher.take(step)
@@ -197,7 +197,7 @@ class TrainingLoop:
             progress.num_rollouts_trained += len(batch.rollouts)
         else:
             # A skipped batch consumes its step, so every step is in the ledger exactly once: the weights stay, the
-            # schedules move on, and the reference is reset or averaged where that is due.
+            # schedules move on, and the reference is reset where that is due.
             context.learner.skip(step=step, lineage=session.lineage)
         # Only now, after the ack: a step that was refused is made again, and must find the guards as they were.
         progress.step, progress.guards = step, action.state
@@ -208,7 +208,7 @@ class TrainingLoop:
         return action
 
     def _ack(self, record: StepRecord) -> bool:
-        """Tell the buffer that the step consumes the batch; False when the batch is void and nothing may be applied.
+        """Ack the batch; return False if the batch is void, so that nothing may be applied.
 
         Raises:
             FencedError, RunOverError: this trainer, or the run, is over.
@@ -244,7 +244,7 @@ class TrainingLoop:
         return True
 
     def _react(self, action: StepAction) -> Rollback | None:
-        """Do what the alarms of the step ask for; a rollback ends this lineage."""
+        """Do what the alarms of the step ask for: return a rollback, which ends this lineage, or raise GuardError."""
         context, token = self._context, self._token
         reason = f"step {self._progress.version}: {action.reason}"
         if "fail" in action.actions:
@@ -290,7 +290,7 @@ class TrainingLoop:
         )
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Do something that the run can do without."""
+        """Run an action that the run can do without: log a TbaError, except FencedError."""
         try:
             action()
         except FencedError:
@@ -301,7 +301,7 @@ class TrainingLoop:
             log.info("action", action=name, step=self._progress.step)
 
     def _after_step(self) -> None:
-        """Publish and checkpoint where that is due."""
+        """Publish and checkpoint if that is due after this step."""
         context, progress, section = self._context, self._progress, self._context.recipe.trainer
         context.publisher.check()
         at_sync = progress.step % section.sync_interval == 0

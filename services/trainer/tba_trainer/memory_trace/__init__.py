@@ -2,5 +2,5 @@
 
 __main__       `python -m tba_trainer.memory_trace`: trace a recipe, print the bytes as JSON
 step           build model and batch, make one step, extrapolate over the layers
-fake_device    large tensors without values beside small real ones, and the bytes of all that are alive
+fake_device    fake tensors beside small real ones, and a count of the bytes of live tensors
 """

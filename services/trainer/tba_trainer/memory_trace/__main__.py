@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Return the exit code: 0, or 2 with a sentence on stderr."""
+    """Run the command line; return 0, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m tba_trainer.memory_trace", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")
     parser.add_argument("--model", required=True, type=Path, metavar="FILE", help="config.json of the model")

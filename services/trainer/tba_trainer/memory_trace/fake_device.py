@@ -1,10 +1,10 @@
-"""Large tensors without memory beside small real ones, and the bytes of all that are alive: for a step on shapes alone.
+"""Run a step on shapes alone: fake tensors beside small real ones, and a count of the bytes of live tensors.
 
-torch's fake tensors have a shape, a dtype and the size of their storage, and no values. The model is fake. What the
-trainer keeps on the CPU (plans, sums per rollout, metrics) is real, so the control flow is that of a real step, and
-every number that comes from the model is 0. They say that they are on the CPU, and `cuda_branches` makes the output
-head take the branches that it takes on CUDA: a build of torch without CUDA cannot run the backward pass of tensors that
-say "cuda". tests/support/fake_cuda.py makes it do so with a few lines of C++, for a check of every step in CI.
+torch's fake tensors have a shape, a dtype and the size of their storage, but no values. The model is fake. Tensors that
+the trainer keeps on the CPU (plans, sums per rollout, metrics) are real, so the control flow is that of a real step.
+Every number that comes from the model is 0. The device of the fake tensors is "cpu", because a torch without CUDA
+cannot run the backward pass of tensors on "cuda". `cuda_branches` makes the output head take its CUDA branches anyway.
+CI also checks every step on "cuda" (tests/support/fake_cuda.py, with a few lines of C++).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tba_trainer.model.logprobs import CHUNK_BYTES, WIDE_PRODUCTS
 
 MIN_FAKE_BYTES = 1 << 20
-"""A tensor of values that an op makes from nothing is fake from this size on."""
+"""A tensor that an op makes without input tensors is fake from this size on, and real below."""
 _EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided)
-"""Ops that make a tensor without values: shards, and what FSDP gathers and sums in, which are fake at any size."""
+"""Ops that make uninitialised tensors, such as shards and buffers of FSDP. These tensors are fake at any size."""
 
 
 class FakeDevice(TorchDispatchMode):
-    """While it is open, ops on fake tensors run on shapes, and all others as ever."""
+    """While it is open, ops on fake tensors run on shapes alone, and all other ops as usual."""
 
     type = "cpu"
-    """Of its tensors."""
+    """Device type of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class FakeDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of this device, without values."""
+        """Return whether a tensor is a fake tensor of this device."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake_mode
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is open, `peak` follows the bytes of all storages that were there or that an op has made.
+    """While it is open, count the bytes of all live storages, older ones included; `peak` is the maximum.
 
-    Storages that FSDP resizes count with their size of the moment. Memory inside of an op is not seen.
+    Storages that FSDP resizes count with their current size. Memory that an op uses internally is not counted.
 
     Args:
         is_counted: which tensors count; None: those on the CPU.
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, is_counted: Callable[[Tensor], bool] | None = None) -> None:
         super().__init__()
         self.held = 0
-        """Bytes of this moment."""
+        """Bytes that are live now."""
         self.peak = 0
         self._is_counted = is_counted or (lambda tensor: tensor.device.type == "cpu")
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def restart(self) -> None:
-        """Begin a new peak at what is held now."""
+        """Set `peak` to the bytes that are live now."""
         self._measure_again()
         self.peak = self.held
 

@@ -1,11 +1,11 @@
 """One optimizer step of a recipe on fake tensors, and the bytes that it holds at its peak.
 
-The model has the shapes of its config, every rollout its longest prompt and response. Traced is one process, with the
-two largest micro-batches of the whole batch's plan: the second finds the gradients of the first, and later ones add
-nothing. With several processes the model is sharded by FSDP2 over a process group that sends nothing.
+The model has the shapes of its config, and every rollout the longest prompt and response of the recipe. One process is
+traced, with the two largest micro-batches of the batch: the second runs while the gradients of the first are held, and
+later ones need no more. With several processes FSDP2 shards the model over a process group that sends nothing.
 
-A trace in full takes minutes. All decoder layers are alike, so two models of few layers are traced, and each number
-is extended along the line through them.
+A trace of the whole model takes minutes. All decoder layers are alike, so two models of few layers are traced, and
+their numbers are extrapolated linearly to the number of layers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tba_trainer.model.sharding import shard
 from tba_trainer.objectives import resolve
 
 LAYERS, LAYERS_SHARDED = (2, 3), (3, 4)
-"""Layers of the models that are traced instead of the whole one. FSDP2 holds up to three at a time, so that the line
-begins there."""
+"""Numbers of layers of the two models that are traced. FSDP2 gathers up to three layers at once, so numbers grow
+linearly only from three on."""
 MAX_ERROR_CHARS = 200
-"""Of an error of transformers, which may list all models that it knows."""
+"""Longest part of an error of transformers that is shown: it may list all models that transformers knows."""
 TRACED_ROUNDS = 2
 """Micro-batches that each process goes through."""
 
@@ -54,7 +54,7 @@ class StepBytes:
     reference: int
     """A second model for ref log-probs; 0: there is none, or it is the first one without its adapter."""
     published: int
-    """A copy in the published dtype, for the canary of a version; 0: the model itself is that."""
+    """A copy in the published dtype, for the canary of a version; 0: the model itself serves."""
     gradients: int
     optimizer: int
     forward_backward_peak: int
@@ -64,7 +64,7 @@ class StepBytes:
 
     @property
     def state(self) -> int:
-        """What is there during the whole forward and backward pass of all but the first micro-batch."""
+        """Bytes that are held throughout the passes of every micro-batch after the first."""
         return self.parameters + self.reference + self.published + self.gradients + self.optimizer
 
     @property
@@ -95,27 +95,27 @@ def trace_recipe(recipe: Recipe, config: Mapping[str, Any]) -> StepBytes:
 
 
 def max_micro_batch_tokens(recipe: Recipe) -> int:
-    """Return the tokens of the largest micro-batch where every rollout is as long as it may be."""
+    """Return the number of tokens of the largest micro-batch if every rollout is as long as the recipe allows."""
     most = max(len(rows) for micro_batches in _plan(recipe) for rows in micro_batches)
     return most * (recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
 
 
 def layers_to_trace(recipe: Recipe, config: Mapping[str, Any]) -> dict[int, int]:
-    """Return the layers of each model that is traced, and the factor of its numbers in the sum."""
+    """Return number of layers -> factor of each traced model: the whole model has the sum of factor times bytes."""
     whole = int(config[layers_key(config)])
     num, more = LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
     return {whole: 1} if whole <= more else {num: 1 + num - whole, more: whole - num}
 
 
 def layers_key(config: Mapping[str, Any]) -> str:
-    """Return the key that says how many decoder layers there are."""
+    """Return the key of a model's config that has the number of decoder layers."""
     return "n_layer" if "n_layer" in config else "num_hidden_layers"
 
 
 def trace_step(
     recipe: Recipe, config: Mapping[str, Any], *, num_layers: int, device: FakeDevice | None = None
 ) -> StepBytes:
-    """Return the bytes of a step of the same model with another number of layers."""
+    """Return the bytes of a step of the model with `num_layers` decoder layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = device or FakeDevice()
@@ -158,7 +158,7 @@ def trace_step(
 
 
 def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int]:
-    """Return those numbers of `StepBytes` that a step makes, on fake tensors or real ones."""
+    """Make a step, on fake or real tensors; return its gradients, optimizer and peaks as in `StepBytes`."""
     without = live.held
     optimizer = learner.optimizer
     for parameter in trainable(learner.model).values():
@@ -181,7 +181,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int
 
 @contextmanager
 def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
-    """Join a process group of which this is rank 0 and which sends nothing."""
+    """Join, as rank 0, a process group that sends nothing."""
     num_processes = recipe.trainer.num_processes
     if num_processes == 1:
         yield ALONE, None
@@ -212,7 +212,7 @@ def _plan(recipe: Recipe) -> Plan:
 
 
 def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
-    """Return the rollouts of the largest micro-batches, in their groups."""
+    """Return a batch of the rollouts of the largest micro-batches, in their groups."""
     rng, num_tokens = np.random.default_rng(0), recipe.searcher.max_response_tokens
     rounds = _plan(recipe)[:TRACED_ROUNDS]
     chosen = sorted(row for micro_batches in rounds for rows in micro_batches for row in rows)

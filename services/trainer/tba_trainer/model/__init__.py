@@ -1,1 +1,1 @@
-"""The policy: loading and adapters, its parameters whole and sharded, packed sequences, log-probs."""
+"""The policy model: loading, LoRA adapters, whole and sharded parameters, packed sequences, log-probs."""

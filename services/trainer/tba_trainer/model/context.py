@@ -3,14 +3,14 @@
     pieces of a sequence, C = 2      0 | 1 | 2 | 3
     process                          0 | 1 | 1 | 0          the last pieces cost the most attention, the first the least
 
-Every process has its pieces of all sequences of the micro-batch, for each layer and the output head. Attention alone
-needs more: keys and values of a layer are gathered, and the queries of a piece see all that are before them. At the end
-the log-probs of all response tokens are put together, so each process computes the loss of the whole micro-batch, and
-its backward pass goes through its own positions alone. Gradients are sums over the processes anyway. Nothing but a
-model's pass knows of it; docs/adr/0048-context-parallelism.md says why.
+Every sequence is cut into 2 C pieces, and each process computes two of them in every layer and in the output head. Only
+attention needs more: each layer gathers the keys and values of all processes, and a query attends to all keys up to its
+own position. At the end the log-probs of all response tokens are summed into every process, so each computes the loss
+of the whole micro-batch. Its backward pass goes through its own positions alone, because gradients are summed over the
+processes anyway. Only a model's passes know of context groups; docs/adr/0048-context-parallelism.md says why.
 
-Shapes: P positions of the packed row, W of them here, T response tokens of the row, t of them predicted here, K keys
-that the pieces see one after another, D numbers of a position.
+Shapes: P positions of the packed row, W of them here (padded to the same number in each process), T response tokens of
+the row, t of them predicted here, K keys of all pieces together, N heads, M key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ from tba_trainer.model.packing import (
 )
 
 _CONTEXT = "_tba_context"
-"""Where a model keeps its context group."""
+"""Key of a model's `__dict__` under which its context group is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """What one process has of the packed sequences of its group."""
+    """The part of a packed row that one process of a context group computes."""
 
     input_ids: Int[Tensor, "1 W"]
     position_ids: Int[Tensor, "1 W"]
     predictors: Int[Tensor, " t"]
-    """Place among the W positions whose output predicts each response token."""
+    """For each response token, the index among the W positions whose output predicts it."""
     response_tokens: Int[Tensor, " t"]
     tokens: Int[Tensor, " t"]
-    """Which of the T response tokens these are."""
+    """Index of each of these t response tokens among the T of the row."""
     num_tokens: int
     """T."""
     chosen: Int[Tensor, " c"]
-    """Which of the t response tokens the row was asked for."""
+    """Indices, among the t response tokens, of those that were `chosen` in `Context.part_of`."""
     segments: PartSegments
 
 
 # not frozen: see `Segments`
 @dataclass(slots=True, kw_only=True)
 class PartSegments:
-    """The pieces of sequences that one process has, for attention."""
+    """The pieces of sequences that one process has, as attention needs them."""
 
     group: Any
     sizes: tuple[tuple[int, int], ...]
-    """Queries of each piece, and the keys that the last of them sees."""
+    """For each piece the number of its queries, and the number of keys that its last query attends to."""
     offsets: tuple[Int[Tensor, " n_plus_1"], Int[Tensor, " n_plus_1"]]
-    """int32: where each piece begins among the queries, and among the K keys."""
+    """int32: where each piece begins among the queries, and where its keys begin among the K keys."""
     sources: Int[Tensor, " two_K"]
-    """Where each key, and then each value, lies among what is gathered."""
+    """Index of each of the K keys, then of each of the K values, among the gathered rows of all processes."""
 
     def attend(
         self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None
     ) -> Float[Tensor, "W N D"]:
-        """See `Segments.attend`: the keys are those of all processes of the group."""
+        """Attend as `Segments.attend` does, to keys gathered from all processes of the group (a collective)."""
         query, key, value = rows
         gathered = _Gather.apply(torch.cat((key, value)), self.group)  # [C * 2 W, M, D]
         assert isinstance(gathered, Tensor)
@@ -99,16 +99,16 @@ class Context:
     """A context group, seen from one of its processes."""
 
     group: Any
-    """Of torch.distributed."""
+    """Process group of torch.distributed."""
 
     @classmethod
     def join(cls, size: int, *, deadline: timedelta | None = None) -> Context | None:
-        """Return this process's group of `size` ranks that follow one another; None: of itself alone.
+        """Create the groups of `size` consecutive ranks; return the group of this process, or None if `size` is 1.
 
-        Every process calls it.
+        A collective: every process must call it.
 
         Args:
-            deadline: of every exchange; None: torch's.
+            deadline: timeout of every collective of the group; None: torch's default.
         """
         if size == 1:
             return None
@@ -117,19 +117,19 @@ class Context:
 
     @property
     def size(self) -> int:
-        """C."""
+        """C, the number of processes of the group."""
         return int(self.group.size())
 
     @property
     def rank(self) -> int:
-        """Of this process within the group."""
+        """Rank of this process within the group, from 0."""
         return int(self.group.rank())
 
     def part_of(self, sequences: PackedSequences, *, chosen: NDArray[np.int64] | None = None) -> RowPart:
-        """Return this process's part of a row; the processes of the group call it with the same row.
+        """Return this process's part of a packed row. All processes of the group pass the same row.
 
         Args:
-            chosen: response tokens of the row, ascending; those of them that are predicted here are found.
+            chosen: indices of some of the T response tokens; `RowPart.chosen` then has those that are predicted here.
         """
         lengths, response_lengths = (np.array(each) for each in (sequences.lengths, sequences.response_lengths))
         dealt = _deal(lengths, sequences.positions, self.size)
@@ -170,13 +170,13 @@ class Context:
         )
 
     def whole(self, values: Float[Tensor, " t"], part: RowPart) -> Float[Tensor, " T"]:
-        """Return a value of every response token of the row, in each process; gradients go to those of its own."""
+        """Return in every process the values of all T response tokens (a collective; the backward pass is local)."""
         whole = _Whole.apply(values, part.tokens, part.num_tokens, self.group)
         assert isinstance(whole, Tensor)
         return whole
 
     def sum(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Return the sum over the group, without gradient."""
+        """Sum a value over the group in place (a collective, without gradient), and return it."""
         dist.all_reduce(value, group=self.group)
         return value
 
@@ -195,7 +195,7 @@ def check_context(model: Any, size: int, *, is_packed: bool) -> None:
 
 
 def context_of(model: Any) -> Context | None:
-    """Return the context group that shares each pass of a model; None: every process makes passes of its own."""
+    """Return the context group that shares each pass of a model, or None if every process makes passes of its own."""
     return model.__dict__.get(_CONTEXT)
 
 
@@ -205,12 +205,12 @@ def set_context(model: Any, context: Context | None) -> None:
 
 
 _Dealt = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Of one process: its places in the row; and of its pieces that are not empty the queries and the keys that the last of
-them sees [n, 2], and the element of `PackedSequences.positions` at which their sequence begins [n]."""
+"""Part of one process: the places in the row that it computes; for each of its n non-empty pieces the number of queries
+and of keys that the last query attends to [n, 2], and the index in `PackedSequences.positions` of its sequence [n]."""
 
 
 def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: int) -> list[_Dealt]:
-    """Deal a row to processes: of each sequence, what it does not share with one before, in two pieces each."""
+    """Return each process's part: two of the 2 C pieces of every sequence; positions of an earlier one are left out."""
     starts = lengths.cumsum() - lengths  # [B]
     # a sequence adds its places to the end of the row, so the highest place so far says how many it adds
     num_new = np.diff(np.maximum.accumulate(np.maximum.reduceat(positions, starts)), prepend=-1)  # [B]
@@ -234,7 +234,7 @@ def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: i
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all processes, one process after another; the gradient of a row is the sum over them."""
+    """Gather the rows of all processes in order of rank; the gradient of a row is the sum over all processes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:

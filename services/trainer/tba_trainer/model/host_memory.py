@@ -1,4 +1,4 @@
-"""Memory of the host: copies of tensors in it, and how much of it this process can still take."""
+"""Host memory: copies of tensors to it, and how much of it this process can still allocate."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tba.errors import TbaError
 from tba.logs import get_logger
 
 counts: Counter[str] = Counter()
-"""Of this process. `unpinned`: copies of a GPU's tensors for which there was no pinned memory; `checkpoint_not_staged`:
-checkpoints for which memory had no room; `checkpoint_bytes`: of the largest checkpoint that was copied to memory."""
+"""Counters of this process. `unpinned`: copies of GPU tensors for which no pinned memory was left;
+`checkpoint_not_staged`: checkpoints that did not fit into memory; `checkpoint_bytes`: size of the largest that did."""
 log = get_logger("host_memory")
 
 
 class HostMemoryError(TbaError):
-    """There is no memory for a copy of a tensor."""
+    """The host has no memory for a copy of a tensor."""
 
 
 def host_copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy on the CPU; of a GPU's tensor in pinned memory, or in other memory where there is none.
+    """Return a copy of a tensor in host memory: pinned for a GPU tensor, if any pinned memory is left.
 
     Args:
-        dtype: of the result; None: the tensor's own.
+        dtype: dtype of the copy; None: the tensor's own.
 
     Raises:
-        HostMemoryError
+        HostMemoryError: there is no memory for the copy.
     """
     dtype = dtype or tensor.dtype
     # pinned memory, which torch keeps for the next copy, takes a GPU's tensor many times faster than new pages
@@ -62,11 +62,12 @@ def host_copy_bytes(tensor: Tensor) -> int:
 
 
 def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many bytes new copies can take: the least of what the machine and the control groups of this process
-    have. None: the system does not say.
+    """Return how many more bytes this process can allocate, or None if the system does not say.
+
+    This is the smallest of the machine's available memory and the memory left in each cgroup of the process.
 
     Args:
-        proc, cgroups: where Linux says so.
+        proc, cgroups: where procfs and the cgroups are mounted.
     """
     try:
         available = re.search(
@@ -80,7 +81,7 @@ def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 
 def kept_pinned_bytes() -> int:
-    """Return how many bytes torch keeps pinned for the next copies of this process, and no other process can take."""
+    """Return the bytes of unused pinned memory that torch caches for later copies; no other process can use them."""
     if not torch.cuda.is_initialized():
         return 0
     stats = torch.cuda.host_memory_stats()
@@ -88,7 +89,7 @@ def kept_pinned_bytes() -> int:
 
 
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what is left to each control group with a limit that this process is in, of either version."""
+    """Yield the bytes left in each memory-limited cgroup (version 1 or 2) of this process, ancestors included."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

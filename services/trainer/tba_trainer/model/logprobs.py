@@ -1,8 +1,8 @@
 """Token log-probs of responses under a causal language model, at the policy temperature.
 
-A pass runs over packed sequences where the model family allows it, else over padded rows. Only the positions where a
-response token is predicted reach the output head, and never the logits of all of them at once: with a vocabulary of
-150,000 entries those would be the largest tensor of a step.
+A pass runs over packed sequences where the model family allows it, else over padded rows. Only positions that predict a
+response token reach the output head. Their logits are computed in chunks: with a vocabulary of 150,000 entries, the
+logits of all positions would be the largest tensor of a step.
 
     logp_t = z_t[y_t] - logsumexp(z_t),    z_t = (W h_t + b) / temperature
     d logp_t / d z_t = onehot(y_t) - softmax(z_t)
@@ -34,11 +34,11 @@ from tba_trainer.model.sharding import device_of, is_sharded, run_as_forward
 CHUNK_BYTES = {"cpu": 128 * 1024**2, "cuda": 1024**3}
 """Most bytes of logits at once, by device type: a GPU needs more rows in one matrix product than a CPU to be busy."""
 WIDE_PRODUCTS = {"cuda"}
-"""Device types that keep the float32 sums of a matrix product in 16 bits."""
+"""Device types that can multiply 16-bit matrices and return the float32 sums unrounded (`out_dtype`)."""
 ENTROPY_POSITIONS = 128
-"""Positions of a pass at which the entropy is taken."""
+"""Largest number of positions of a pass at which the entropy is computed."""
 AUTOCAST_EXPERTS = "tba_autocast"
-"""Name in transformers' table of functions for experts."""
+"""Name of `autocast_experts` in transformers' table of experts functions."""
 _PROBE_TOKENS = 4
 _PROBE_TOLERANCE = 1e-6
 
@@ -47,13 +47,13 @@ class LogprobModel:
     """A causal language model as a source of log-probs.
 
     Args:
-        model: Hugging Face causal LM in eval mode (or in train mode with every dropout at 0). Where its family can be
-            packed, its attention is replaced: from then on it cannot generate.
+        model: Hugging Face causal LM in eval mode (or in train mode with every dropout at 0). If its family can be
+            packed, its attention is replaced, and the model can no longer generate.
         temperature: divides the logits. The policy temperature for theta and reference, 1 for canaries.
-        autocast_dtype: bfloat16 runs matrix products in it; None computes in the model's own dtype.
+        autocast_dtype: dtype of matrix products under autocast; None: everything runs in the model's own dtype.
 
     Raises:
-        ConfigError: a context group shares the model's passes, and the model cannot be shared that way.
+        ConfigError: the model has a context group, and its passes cannot be shared by several processes.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class LogprobModel:
         return run_as_forward(self.model, self._token_logprobs, sequences, False)[0]
 
     def logprobs_and_entropy(self, sequences: PackedSequences) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        """Return the same, and the mean entropy of the policy at some of the positions, in nats, without gradient.
+        """Return the result of `token_logprobs`, and the policy's mean entropy in nats, without gradient.
 
-        At most `ENTROPY_POSITIONS` positions, evenly spaced: all of them would cost another pass over the logits.
+        The mean is over at most `ENTROPY_POSITIONS` evenly spaced positions: all would cost a pass over the logits.
         """
         logprobs, entropy = run_as_forward(self.model, self._token_logprobs, sequences, True)
         return logprobs, entropy
@@ -124,7 +124,7 @@ class LogprobModel:
     def _of_row(
         self, row: PackedSequences | RowPart, chosen: Int[Tensor, " C"] | None
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        """Return the log-probs of the response tokens of a row, and the sum of the entropies at the chosen ones."""
+        """Return the log-probs of the response tokens of a row, and the sum of the entropies at the `chosen` ones."""
         entropy = torch.zeros((), device=self.device)
         with self._autocast():
             if self._has_plain_head:
@@ -246,12 +246,12 @@ class _Head:
         return cls(weight.to(compute_dtype), None if bias is None else bias.to(wide), temperature, wide)
 
     def buffer(self, num_rows: int) -> Tensor:
-        """Return one tensor for the logits of every chunk."""
+        """Return an empty tensor that all chunks use in turn for their logits."""
         # a new one per chunk would cost a page fault per 4 KiB
         return self.weight.new_empty((num_rows, len(self.weight)), dtype=self.wide)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Compute z of some positions in the first rows of `out`."""
+        """Write z of some positions into the first rows of `out`, and return these rows."""
         out = out[: len(hidden)]  # [C, V]
         _matmul(hidden.to(self.weight.dtype), self.weight.t(), out=out)
         if self.bias is not None:
@@ -331,7 +331,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """Compute left @ right in `out`, which may be wider."""
+    """Write left @ right into `out`, whose dtype may be wider."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif left.device.type in WIDE_PRODUCTS:
@@ -341,7 +341,7 @@ def _matmul(left: Tensor, right: Tensor, *, out: Tensor) -> None:
 
 
 def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, which may be wider, in place."""
+    """Add left @ right in place to `total`, whose dtype may be wider."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.device.type in WIDE_PRODUCTS:
@@ -353,7 +353,7 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 def autocast_experts(
     module: Any, hidden: Float[Tensor, "T H"], experts: Int[Tensor, "T K"], weights: Float[Tensor, "T K"]
 ) -> Float[Tensor, "T H"]:
-    """Return the weighted sum of the outputs of each token's experts, as a function of transformers' table."""
+    """Return the weighted sum of each token's experts, in the autocast dtype if there is one. transformers calls it."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     kind = hidden.device.type
@@ -363,7 +363,7 @@ def autocast_experts(
 
 
 class _Cast:
-    """A module whose parameters have another dtype; gradients go to its own."""
+    """A view of a module that casts its parameters on access; gradients reach the original parameters."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

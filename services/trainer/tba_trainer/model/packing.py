@@ -1,15 +1,15 @@
 """Sequences one after another in one row, without padding: the input of every model pass of the trainer.
 
-    row      0 0 0 0 0 1 1 2 2 2 2          a sequence is its prompt and its response without the last token, after
-    input    p p p r r r r p p r r          which nothing is predicted; row 1 has the prompt of row 0, which is there
-    position 0 1 2 3 4 3 4 0 1 2 3          once: what is computed of a prompt does not depend on the response
+    sequence 0 0 0 0 0 1 1 2 2 2 2          a sequence is a prompt and its response without the last token, which
+    input    p p p r r r r p p r r          predicts nothing; sequence 1 has the same prompt as sequence 0, and that
+    position 0 1 2 3 4 3 4 0 1 2 3          prompt is stored once: its outputs do not depend on the response
 
-The rollouts of a group have one prompt, which would otherwise be a large part of the work (a group of 8 with prompts
-twice as long as responses: 60 %). Gradients of a shared position are the sums over its sequences.
+The rollouts of a group share one prompt. Storing it once saves 60 % of the work in a group of 8 with prompts twice as
+long as responses. The gradient of a shared position is the sum over its sequences.
 
-Attention keeps the sequences apart. transformers looks a model's attention up in a table by name, and passes keyword
-arguments of the model's `forward` on to it. So everything but attention runs on all tokens at once, and attention gets
-the boundaries as `segments`, with which it first copies what is shared into every sequence:
+Attention keeps the sequences apart; everything else runs on all tokens at once. transformers looks up a model's
+attention function in a table by name, and passes it keyword arguments of the model's `forward`. That is how attention
+receives the boundaries of the sequences, as `segments`. It first copies shared positions into every sequence:
 
 * on CUDA in half precision, torch's variable-length flash attention takes the sequences without padding;
 * otherwise sequences of about the same length form a bucket, are padded on the right to its longest, and run through
@@ -38,16 +38,16 @@ from torch import Tensor
 from tba.errors import TbaError
 
 PACKED_ATTENTION = "tba_packed"
-"""Name in transformers' table of attention functions."""
+"""Name of `packed_attention` in transformers' table of attention functions."""
 PACKED_FAMILIES = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
-"""`model_type` of the families that are tested to compute the same packed as padded. Others run padded."""
+"""`model_type` of the families whose packed outputs are tested to equal the padded ones. Others run padded."""
 BUCKET_MIN_SHARE = 0.9
 """The shortest sequence of a bucket has at least this share of the length of its longest."""
 FLASH_MAX_HEAD_DIM = 256
 ALIGNED_ELEMENTS = 8
-"""Of masks: 16 bytes in 16 bits, 32 in float32."""
+"""Attention masks and their rows begin at multiples of it: 16 bytes in 16-bit dtypes, 32 bytes in float32."""
 WINDOW_BLOCK = 1024
-"""Queries that see their window at once, where there is no flash attention."""
+"""Largest number of queries of one block of windowed attention without flash attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ def pack_sequences(
 
     Args:
         prompts: B token sequences of at least 1 token each.
-        responses: the same; the last token of each is only predicted, never an input.
-        device: of the result.
+        responses: B token sequences of at least 1 token each; the last token is only predicted, never an input.
+        device: device of the result.
     """
     # built from lengths, never from pad ids: where pad and end-of-sequence are one token, the latter stays in the loss
     prompt_lengths, response_lengths = (np.array([len(part) for part in parts]) for parts in (prompts, responses))
@@ -124,14 +124,14 @@ def predictor_places(
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor of the CPU to a device, behind the work that waits there; the host does not wait."""
+    """Copy a CPU tensor to a device asynchronously, after the work that is queued there; the host does not wait."""
     # from memory that is not pinned the copy would wait for the device
     on_cuda = torch.device(device).type == "cuda"
     return (values.pin_memory() if on_cuda else values).to(device, non_blocking=True)
 
 
 def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Float[Tensor, " B"]:
-    """Return the sum over each sequence's response tokens: on one device the same bits in every batch."""
+    """Return the sum over each sequence's response tokens, with the same bits whatever else is in the batch."""
     # Neighbours are added until one number is left: a wider table only adds zeros at the end of that. `Tensor.sum` adds
     # in an order that depends on the width, and a scatter-add on a GPU in a random one.
     columns = upload(torch.from_numpy(places_within(np.array(sequences.response_lengths))), values.device)
@@ -149,7 +149,7 @@ def places_within(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 class RowSegments(Protocol):
-    """How the sequences of a packed row lie in it, for attention: all of the row, or what one process has of it."""
+    """Boundaries of sequences for attention: of a whole packed row, or of one process's part of it."""
 
     def attend(self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None) -> Tensor:
         """See `Segments.attend`."""
@@ -167,22 +167,22 @@ class Segments:
     positions: Int[Tensor, " R"]
     """The place in the row of each position of each sequence."""
     firsts: Int[Tensor, " P"]
-    """Element of `positions` that first names each place in the row."""
+    """For each place in the row, the first index of `positions` that holds it."""
     buckets: tuple[tuple[int, int], ...]
-    """Rows and length of each bucket; the buckets one after another have Q places."""
+    """Number of rows and row length of each bucket; laid end to end, the buckets have Q places."""
     sources: Int[Tensor, " Q"]
-    """The place in the row that each place in the buckets is filled from: padding repeats the last position of its
-    sequence. Its outputs are dropped, so no gradient comes back through it."""
+    """For each place in the buckets, the place in the row that fills it. Padding repeats the last position of its
+    sequence; the outputs of padding are dropped, so no gradient comes back through it."""
     places: Int[Tensor, " R"]
     """The place in the buckets of each position of each sequence."""
 
     def attend(
         self, module: Any, rows: Sequence[Tensor], scaling: float | None, sliding_window: int | None
     ) -> Float[Tensor, "P N D"]:
-        """Attend within the sequences.
+        """Return causal attention within each sequence.
 
         Args:
-            module: that attends, of the model.
+            module: the attention module of the model.
             rows: query, key and value of all positions [P, N, D], in the dtype of the product.
             scaling, sliding_window: as in `packed_attention`.
         """
@@ -211,7 +211,7 @@ def find_segments(
 
     Args:
         lengths: at least 1 each, in the order in which the sequences are packed.
-        device: of the result.
+        device: device of the result.
         positions: [R] as in `PackedSequences`; None: the sequences share nothing.
         one_bucket: put all sequences into one bucket.
     """
@@ -270,7 +270,7 @@ def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segme
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Make a model attend within `segments`. Return False and change nothing where its family is not a tested one."""
+    """Make a model use `packed_attention`. Return False and change nothing if its family is not a tested one."""
     from transformers import AttentionInterface
 
     # code that came with a model may name a known family and still not look its attention up in the table
@@ -296,14 +296,15 @@ def packed_attention(
     segments: RowSegments | None = None,
     **_kwargs: Any,
 ) -> tuple[Float[Tensor, "1 P N D"], None]:
-    """Attend within the segments of one row, as a function of transformers' table. Without segments: one sequence.
+    """Return causal attention within the segments of one packed row; transformers calls this function.
 
     Args:
-        scaling: of query times key; None: 1 / sqrt(D).
-        sliding_window: positions that a position sees, itself included; None: everything before it.
+        scaling: factor of query times key; None: 1 / sqrt(D).
+        sliding_window: positions that a position attends to, itself included; None: all up to itself.
+        segments: boundaries of the sequences; None: the row is one sequence.
 
     Raises:
-        TbaError: the call is no pass over one packed row, but, for example, generation.
+        TbaError: the call is not a pass over one packed row, but for example generation.
     """
     if query.shape[0] != 1 or query.shape[2] != key.shape[2] or dropout > 0.0 or attention_mask is not None:
         raise TbaError(
@@ -318,7 +319,7 @@ def packed_attention(
 
 
 def has_flash(query: Float[Tensor, "R N D"]) -> bool:
-    """Return whether there is variable-length flash attention for such queries."""
+    """Return whether flash attention for sequences of different lengths supports this device, dtype and head size."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and is_half and query.shape[-1] <= FLASH_MAX_HEAD_DIM
 
@@ -330,12 +331,12 @@ def flash(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Float[Tensor, "R N D"]:
-    """Return flash attention of several sequences, whose queries may be the last ones alone.
+    """Return causal flash attention within several sequences; the queries may be only the last positions of each.
 
     Args:
         rows: queries [R, N, D], keys and values, sequence after sequence.
         offsets: where each sequence begins among the queries, and among the keys.
-        longest: most queries and keys of a sequence.
+        longest: the largest number of queries, and of keys, of one sequence.
         scaling, sliding_window: as in `packed_attention`.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -363,7 +364,7 @@ def _aligned(num: int) -> int:
 
 
 def attend_in_window(module: Any, bucket: Sequence[Tensor], scaling: float | None, window: int) -> Tensor:
-    """Return [b, C, N, D]: attention of the last C positions to the newest `window` positions up to themselves.
+    """Return [b, C, N, D]: attention of each of the last C positions to the `window` positions that end with itself.
 
     Args:
         bucket: queries [b, N, C, D] of the last positions; keys and values of all L positions.

@@ -1,8 +1,8 @@
-"""The parameters of a model by name: the trained ones, the published ones, and those that are sharded.
+"""Access to a model's parameters by name: to train, to publish, to load and to gather shards.
 
 A model may have LoRA adapters (peft: a linear layer holds `base_layer` beside `lora_A` and `lora_B`), and it may be
 sharded over the processes of a team (sharding.py: its parameters are DTensors). This module hides both: published
-tensors are whole, have their names in Hugging Face format, and have the adapter added to its weight.
+tensors are whole, have Hugging Face names, and include the adapter.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _ADAPTER_PART = ".lora_"
 
 
 def trainable(model: Any) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their `named_parameters` name: all, or with LoRA the adapter's."""
+    """Return the trained parameters by their `named_parameters` name: all, or with LoRA only the adapter's."""
     # a tied head is in `named_parameters` once: it gets one gradient, one moment and one tensor in a checkpoint
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors, sharded as they are, without gradient."""
+    """Return copies of tensors without gradient; a shard stays a shard."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 @contextmanager
 @torch.no_grad()
 def exchanged(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters the values of `tensors` while the context is open; their own come back bit by bit."""
+    """Set parameters to the values of `tensors` while the context is open, then restore their own bit for bit."""
     kept = copied(parameters)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
@@ -52,15 +52,15 @@ def exchanged(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a shard (a collective, called by all processes in order), or any other tensor."""
+    """Return a sharded tensor as a whole (a collective: all processes call it in the same order), others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor | TensorSlice) -> None:
-    """Copy a whole tensor, which every process has, into `target` and convert the dtype; a shard takes its part.
+    """Copy `whole` into `target` in place, and convert the dtype. Nothing is sent between processes.
 
-    Of a checkpoint a process has only its own rows: they are copied as they are.
+    A sharded target takes its part of a whole tensor. A `TensorSlice` must have the rows of this process's shard.
     """
     if isinstance(whole, TensorSlice):
         local = target.to_local() if isinstance(target, DTensor) else target
@@ -94,20 +94,20 @@ def plain_parameters(model: Any) -> dict[str, nn.Parameter]:
 def published_tensors(
     model: Any, dtype: torch.dtype | None = None, *, on_host: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and weights for publishing: gathered and merged one at a time, as copies on the CPU.
+    """Yield names and weights to publish, one at a time: gathered, merged with the adapter and copied to the CPU.
 
     Every process of a sharded model must exhaust the iterator, in step with the others.
 
     Args:
-        dtype: of the result; the sum of weight and adapter is rounded once. None: the parameter's own.
-        on_host: names of those that are copied; the others stay where they were gathered, valid until the next one.
-            None: all are copied.
+        dtype: dtype of the result; the sum of weight and adapter is rounded once. None: the parameter's own.
+        on_host: names of the tensors to copy to the CPU. The others stay on their device, and are valid until the next
+            one is yielded. None: all are copied.
 
     Yields:
         Hugging Face parameter name and tensor; a tied output head appears once.
 
     Raises:
-        HostMemoryError: after the last tensor.
+        HostMemoryError: there was no memory for a copy; raised after the last tensor, for which other processes wait.
     """
     adapted, no_memory = _adapted_layers(model), None
     for name, parameter in plain_parameters(model).items():
@@ -136,8 +136,8 @@ def adapter_tensors(model: Any, merged: Mapping[str, Tensor]) -> Iterator[tuple[
     Every process of a sharded model must exhaust the iterator, in step with the others.
 
     Args:
-        merged: a copy of the model's plain parameters in the published dtype, sharded alike; the adapted ones become
-            the sums of weight, as published, and adapter.
+        merged: a copy of the model's plain parameters in the published dtype, sharded alike. Changed in place: an
+            adapted weight becomes the sum of the published weight and the adapter.
 
     Yields:
         Names as peft writes them to a file, and A [rank, in] and B [out, rank] of each layer.
@@ -162,13 +162,13 @@ def adapter_tensors(model: Any, merged: Mapping[str, Tensor]) -> Iterator[tuple[
 
 
 def _on_grid(matrix: Tensor, num_bits: int) -> Tensor:
-    """Round as `tba.weights.adapter` does, so that products have the same bits here."""
+    """Round a matrix as `tba.weights.adapter` does, so that products have the same bits here as there."""
     unit = 2.0 ** (int(torch.frexp(matrix.abs().max())[1]) - num_bits)
     return torch.round(matrix / unit) * unit
 
 
 def has_transposed_weights(model: Any) -> bool:
-    """Return whether the adapted weights are [in, out], as those of GPT-2."""
+    """Return whether the adapted weights are stored as [in, out], as GPT-2 does, and not as [out, in]."""
     found = {bool(layer.fan_in_fan_out) for layer in _adapted_layers(model).values()}
     if len(found) > 1:
         raise ConfigError(

@@ -24,7 +24,8 @@ from tba_trainer.model.slices import TensorSlice
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3
-"""Share of the largest logit: rounding stays far below it, dropout far above."""
+"""Largest difference of logits between train and eval mode, as a share of the largest logit. Rounding stays far below
+it, dropout far above."""
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Config and tokenizer files that are published with the weights."""
 
@@ -66,7 +67,7 @@ def load_policy(section: ModelSection, *, device: str, gradient_checkpointing: b
 
 
 def empty_policy(section: ModelSection, *, gradient_checkpointing: bool) -> Any:
-    """Return the same model without its weights, on the meta device, for a process that will receive a shard."""
+    """Return the model of `load_policy` without weights, on the meta device, for a process that receives a shard."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, trust = _model_folder(section), section.trust_remote_code
@@ -95,10 +96,10 @@ def _model_folder(section: ModelSection) -> Path:
 
 
 def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool) -> Any:
-    """Put an adapter on a model where one is wanted, switch dropout off, and put it into the mode of training.
+    """Prepare a model for training in place: add a LoRA adapter if `lora` is given, switch dropout off, set the mode.
 
     Args:
-        gradient_checkpointing: whether decoder layers are computed again in the backward pass.
+        gradient_checkpointing: compute decoder layers again in the backward pass; sets train mode instead of eval mode.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -117,7 +118,7 @@ def prepare(model: Any, lora: LoraSection | None, gradient_checkpointing: bool) 
 def disable_dropout(model: Any) -> None:
     """Set every dropout probability to 0: trainer log-probs must be those of the policy that samples.
 
-    The export has the starting model's config file, which keeps its values.
+    Published models keep the dropout values of the starting model's config file.
     """
     # some families have no dropout module: they pass a number of a module, or of the config, to `functional.dropout`
     # (dropout, layerdrop, attn_pdrop, drop_prob, ...)
@@ -177,10 +178,9 @@ def frozen_copy(model: Any, dtype: torch.dtype | None = None) -> Any:
 def load_tensors(
     parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str
 ) -> None:
-    """Copy tensors, whole or the rows of this process, into the parameters of the same name, one at a time, and convert
-    the dtype.
+    """Copy tensors one at a time into the parameters of the same name (see `assign`).
 
-    A sharded parameter takes its shard.
+    `what` names the source in messages. Raises TbaError if names or shapes differ.
     """
     if parameters.keys() != tensors.keys():
         odd = sorted(parameters.keys() ^ tensors.keys())[0]
@@ -193,7 +193,7 @@ def load_tensors(
 
 
 def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path]:
-    """Return config and tokenizer files of a model folder by name; Python files only where the recipe trusts them."""
+    """Return config and tokenizer files of a model folder by name; Python files only with `trust_remote_code`."""
     check_tokenizer(folder)
     suffixes = (*SIDE_FILE_SUFFIXES, ".py") if trust_remote_code else SIDE_FILE_SUFFIXES
     # an index names the shards of the starting model, and the published files have other names
@@ -205,13 +205,13 @@ def side_files(folder: str | Path, *, trust_remote_code: bool) -> dict[str, Path
 
 
 def add_adapter(model: Any, section: LoraSection) -> None:
-    """Put a LoRA adapter (arXiv 2106.09685) on the linear layers in place, and freeze everything else.
+    """Add a LoRA adapter (arXiv 2106.09685) to the linear layers but the output head in place, and freeze the rest.
 
-    Until it is trained it adds zero; its first values come from torch's random numbers. The model keeps the starting
+    An untrained adapter adds zero; its initial values come from torch's random numbers. The model keeps the starting
     weights, so without its adapter it is the reference: no second model is needed.
 
     Raises:
-        ConfigError: peft is not installed, or `target_modules` names anything but linear layers.
+        ConfigError: peft is not installed, or `target_modules` names anything but such layers.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -245,13 +245,13 @@ def add_adapter(model: Any, section: LoraSection) -> None:
 
 
 def compile_layers(model: Any, *, backend: str = "inductor") -> None:
-    """Compile the decoder layers at their first pass, in place. Copies of the model are not compiled, nor are attention
-    and the products of experts.
+    """Let torch.compile compile the decoder layers, in place, at their first pass.
 
-    Of a sharded layer the exchanges are not compiled either: FSDP2 keeps its hooks out of the compiler.
+    Attention, the products of experts and copies of the model are not compiled. Neither are the collectives of a
+    sharded layer, because FSDP2 keeps its hooks out of the compiler.
 
     Args:
-        backend: of torch.compile.
+        backend: backend of torch.compile.
 
     Raises:
         ConfigError: transformers does not say which of its modules are decoder layers.

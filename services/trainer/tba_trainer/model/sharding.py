@@ -1,12 +1,12 @@
 """A model that is sharded over the processes of a team, by torch FSDP2 (`fully_shard`).
 
-Every decoder layer is a unit that is gathered for its own pass and dropped after it. The rest (the embedding, the last
-norm and the output head, tied or not) belongs to the root: `run_as_forward` gathers it for as long as a function runs,
-so the function can use the head's weight directly.
+Every decoder layer is an FSDP unit: its weights are gathered for its own pass and freed after it. The rest (the
+embedding, the last norm and the output head, tied or not) belongs to the root unit. `run_as_forward` gathers the root
+for as long as a function runs, so the function can use the head's weight directly.
 
 With `trainer.compute_dtype = "bfloat16"` the units are gathered in 16 bits and their gradients summed in float32; the
-shards, which the optimizer updates, are float32. A pass runs under autocast, as in one process, and the embedding's
-output is widened: the residual stream stays float32. docs/adr/0030-sharded-mixed-precision.md says why.
+shards, which the optimizer updates, are float32. A pass runs under autocast, as in one process. The embedding's output
+is cast to float32, so that the residual stream is float32. docs/adr/0030-sharded-mixed-precision.md says why.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tba_trainer.model.context import Context, context_of, set_context
 from tba_trainer.model.parameters import plain_parameters
 
 _ROOT = "_tba_root"
-"""Where a sharded model keeps its root: beside its submodules, not among them."""
+"""Key of a sharded model's `__dict__` under which its root is kept; the root is not a submodule of the model."""
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
 class _Root(nn.Module):
-    """The root of the model for FSDP: its forward pass is any function of the model."""
+    """The root unit of a sharded model. Its forward pass runs any function of the model."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.model, self.mesh = model, mesh
         self.dtype = dtype
-        """What the weights are gathered in; None: their own."""
+        """dtype in which weights are gathered; None: their own."""
         self.units: list[FSDPModule] = []
-        """Itself and the decoder layers."""
+        """The decoder layers, then the root itself."""
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -50,25 +50,25 @@ def _root_of(model: nn.Module) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether every pass of the model is a collective."""
+    """Return whether the model is sharded: then every pass is a collective."""
     return _root_of(model) is not None
 
 
 def rounds_weights(model: nn.Module) -> bool:
-    """Return whether a pass of the model sees its weights in another dtype than they are kept in."""
+    """Return whether passes use the weights in another dtype than the one they are stored in."""
     root = _root_of(model)
     return root is not None and root.dtype is not None
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a pass."""
+    """Return the device of the model's parameters, on which passes run."""
     return next(model.parameters()).device
 
 
 def run_as_forward(
     model: nn.Module, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
 ) -> Result:
-    """Run `function(*args)` as a forward pass of the model: a sharded model holds its whole root meanwhile."""
+    """Run a function as a pass of the model: a sharded one gathers the root's weights meanwhile (a collective)."""
     root = _root_of(model)
     if root is None:
         return function(*args, **kwargs)
@@ -93,11 +93,11 @@ def shard(
     compute_dtype: Literal["float32", "bfloat16"] = "float32",
     context: Context | None = None,
 ) -> None:
-    """Shard a model in place. Process 0 has its weights and sends them; the others may hold it on the meta device.
+    """Shard a model in place. Process 0 broadcasts its weights; the others may hold the model on the meta device.
 
     Args:
-        mesh: of all processes.
-        compute_dtype: bfloat16: passes run under autocast, and the weights are gathered in 16 bits for it.
+        mesh: device mesh of all processes.
+        compute_dtype: with bfloat16 passes run under autocast, and the weights are gathered in 16 bits.
         context: the processes that share each pass; None: every process makes passes of its own.
     """
     # One unit after another goes to the mesh's device and to all processes: no device ever holds the whole model.
@@ -120,7 +120,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
     No whole tensor exists on the way.
 
     Args:
-        dtype: of the copy's parameters, in which it also computes; None: all as they are.
+        dtype: dtype of the copy's parameters and of its passes; None: both as in the model.
     """
     root = _root_of(model)
     device = _device_of_mesh(root.mesh)
@@ -146,7 +146,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
-    """Shard unit by unit; `place` returns the new tensor for one of the model's, by name."""
+    """Shard a model unit by unit. `place(name, tensor)` returns the tensor that replaces one of the model."""
     model: Any = root.model
     names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     done: set[int] = set()

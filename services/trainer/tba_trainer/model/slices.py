@@ -1,8 +1,8 @@
-"""Rows of tensors: what one process of a sharded model holds, writes to a checkpoint and reads from one.
+"""Rows of tensors that one process of a sharded model holds, writes to a checkpoint and reads from one.
 
-FSDP2 cuts every parameter by rows, as `torch.chunk` does: process i of n holds rows i * ceil(rows / n) and up, the last
-ones perhaps none. Tensors that are not sharded are the same everywhere; the first
-process writes them.
+FSDP2 cuts every parameter by rows, as `torch.chunk` does: process i of n holds ceil(rows / n) rows from row
+i * ceil(rows / n) on; the last processes may hold fewer rows or none. Tensors that are not sharded are the same in all
+processes, and the first process writes them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class TensorSlice:
     """Rows of a tensor, on the CPU."""
 
     tensor: Tensor
-    """[R, ...]: rows `begin` to `begin` + R; a tensor without dimensions is its own only row."""
+    """[R, ...]: rows `begin` to `begin` + R - 1; a tensor without dimensions counts as one row."""
     begin: int
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     @property
     def end(self) -> int:
@@ -33,7 +33,7 @@ class TensorSlice:
 
     @property
     def whole(self) -> Tensor:
-        """The tensor, if all its rows are here."""
+        """The whole tensor; ValueError if some of its rows are not here."""
         if tuple(self.tensor.shape) != self.shape:
             raise ValueError(f"rows {self.begin} to {self.end} are not a whole tensor of shape {list(self.shape)}")
         return self.tensor
@@ -41,11 +41,11 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Section, name and rows of all that a process writes, section after section; copied anew by each iteration."""
+    """An iterable of (section, name, rows) of all that a process writes; each iteration copies the rows anew."""
 
     copies: Callable[[], Iterator[tuple[str, str, TensorSlice]]]
     num_bytes: int
-    """Of memory that all copies take at most."""
+    """Largest number of bytes of memory that all copies take together."""
 
     def __iter__(self) -> Iterator[tuple[str, str, TensorSlice]]:
         return self.copies()
@@ -58,11 +58,11 @@ def num_rows(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How tensors are cut over the processes of a team; without one, not at all."""
+    """How tensors are cut over the processes of a team; by default there is one process with whole tensors."""
 
     index: int = 0
     num: int = 1
-    """Processes."""
+    """Number of processes."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -75,13 +75,13 @@ class Layout:
         return cls(sharded.device_mesh.get_local_rank(), sharded.device_mesh.size())
 
     def rows(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the first row that this process holds of a sharded tensor, and the one after the last."""
+        """Return the first row that this process holds of a sharded tensor, and the row after its last."""
         size = -(-num_rows(shape) // self.num)
         return min(self.index * size, num_rows(shape)), min((self.index + 1) * size, num_rows(shape))
 
 
 def written_slices(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[str, TensorSlice]]:
-    """Yield what this process writes of each tensor, as copies on the CPU, one at a time. Nothing is exchanged."""
+    """Yield name and rows of each tensor that this process writes, copied to the CPU one at a time. Nothing is sent."""
     for name, rows, begin, shape in _written(tensors, layout):
         yield name, TensorSlice(host_copy(rows), begin, shape)
 
@@ -92,7 +92,7 @@ def written_bytes(tensors: Mapping[str, Tensor], layout: Layout) -> int:
 
 
 def _written(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, int, tuple[int, ...]]]:
-    """Yield name, rows on the device, number of the first one, and whole shape."""
+    """Yield name, rows on the device, index of the first row, and whole shape of each tensor that is written here."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):

@@ -12,7 +12,7 @@ micro-batches and ranks.
     Sequences, advantages                 -> A_j            advantages.py: one function per formula
     Tokens, Totals, token_weights         -> w_jt           token_weights.py: clips, clamps, masks of importance ratios
     objective_loss                        -> loss           loss.py: what a token's term is divided by
-    ObjectiveFunction, custom_loss        -> loss           loss.py: a function from outside instead of both
+    ObjectiveFunction, custom_loss        -> loss           loss.py: a user's function instead of A_j and w_jt
 """
 
 from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, tied_group_share

@@ -23,7 +23,7 @@ from tba_trainer.objectives.objective import Objective
 STD_EPSILON = 1e-4
 """Added to a standard deviation before dividing by it (as TRL does)."""
 LOG_RATIO_CLAMP = 10.0
-"""Clamp of the sequence log-ratio to the behaviour policy, in nats, where it is scaled by age."""
+"""Largest absolute sequence log-ratio to the behaviour policy, in nats, before it is divided by the policy age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class Sequences:
     sampler_logprob: Float[Tensor, " N"]
     """log pi_behaviour at the rollout's own sampling temperature."""
     ref_log_ratio: Float[Tensor, " N"]
-    """log pi_theta - log pi_ref at the policy temperature, every token clamped where the objective clamps tokens;
-    without meaning where `Objective.needs_reference` is false."""
+    """log pi_theta - log pi_ref at the policy temperature, every token clamped if `Objective.clamps_tokens`. Without
+    meaning if `Objective.needs_reference` is false."""
     sampler_ref_log_ratio: Float[Tensor, " N"]
-    """log pi_behaviour - log pi_ref, clamped alike."""
+    """log pi_behaviour - log pi_ref, every token clamped in the same way."""
     reward: Float[Tensor, " N"]
     policy_age: Int[Tensor, " N"]
     """Optimizer steps."""
@@ -54,7 +54,7 @@ class Sequences:
 
 
 def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Float[Tensor, " N"]:
-    """Return A_j of every rollout, detached; where it is below 0, times the objective's `negative_weight`.
+    """Return A_j of every rollout, detached; negative ones are multiplied by the objective's `negative_weight`.
 
     Args:
         sequences: whole groups; the whole batch where `objective.needs_complete_batch`.
@@ -70,7 +70,7 @@ def advantages(sequences: Sequences, objective: Objective, *, beta: float) -> Fl
 def trajectory_balance(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
     """A_j = (r_j - V) - beta (l_j - centre_j), with V the mean or beta log mean exp(r / beta) of the group.
 
-    `tb`, `kimi`, `tb_behaviour`, `tb_positive`, `oapl`, and `tba_prime` with its three variants.
+    For the presets `tb`, `kimi`, `tb_behaviour`, `tb_positive`, `oapl`, and `tba_prime` with its three variants.
     """
     ratio, centre = log_ratio(s, objective), objective.parts.centre
     advantage = s.reward - reward_baseline(s, objective, beta) - beta * ratio
@@ -131,13 +131,13 @@ def ppo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
 
 
 def reinforce(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """r' - batch mean. The only one in which a group may have a single member."""
+    """r' - batch mean. The only kind that learns from the reward of a rollout alone in its group."""
     reward = s.reward - _kl(s, objective, beta)
     return reward - reward.mean()
 
 
 def online_dpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """+-sigmoid(-beta (l_best - l_worst)) on the best and the worst of the group, 0 elsewhere.
+    """sigmoid(-beta (l_best - l_worst)) for the best of the group, minus that for the worst, 0 for the others.
 
     Online DPO, arXiv 2402.04792, in A-form: the DPO loss divided by beta.
     """
@@ -160,7 +160,10 @@ def online_dpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor,
 
 
 def raft(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """1 / (number of best ones) on the best of the group, 0 elsewhere. RAFT, arXiv 2304.06767."""
+    """s_j - beta (l - group mean) / K. RAFT, arXiv 2304.06767.
+
+    s_j is 1 / (number of best) for the best of the group, and 0 for the others or if all rewards are equal.
+    """
     lowest, highest = group_extremes(s.reward, s.group)
     # where all rewards are equal nothing was found that is better than the rest
     best = ((highest > lowest) & (s.reward == highest)).to(s.reward.dtype)
@@ -182,7 +185,7 @@ ADVANTAGES: MappingProxyType[Kind, Callable[[Sequences, Objective, float], Tenso
         "best": raft,
     }
 )
-"""A_j by `Objective.kind`. In a group of one it is 0 in every kind but `batch`."""
+"""A_j by `Parts.kind`. In a group of one the reward adds 0 to A_j in every kind but `batch`."""
 
 
 def log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
@@ -193,7 +196,7 @@ def log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
 
 
 def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
-    """Return the log-ratio of theta to the behaviour policy."""
+    """Return the log-ratio of theta to the behaviour policy, clamped and divided by the policy age if `age_scaled`."""
     ratio = s.logprob - s.sampler_logprob
     if objective.parts.age_scaled:
         # Divided by the age it stands for the log-ratio to a moving average of theta: with log pi moving steadily, the
@@ -203,7 +206,7 @@ def behaviour_log_ratio(s: Sequences, objective: Objective) -> Float[Tensor, " N
 
 
 def _drift(s: Sequences, objective: Objective) -> Float[Tensor, " N"]:
-    """Return l_j minus the same under the behaviour policy."""
+    """Return l_j minus its value with the behaviour policy in the place of theta."""
     if objective.anchor == "behaviour" or not objective.clamps_tokens:
         return behaviour_log_ratio(s, objective)
     # with clamped tokens the log-probs of the reference do not cancel
@@ -258,7 +261,7 @@ def group_grid(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor,
 
 
 def tied_group_share(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> float:
-    """Return the share of groups whose rewards are all equal: they teach (nearly) nothing."""
+    """Return the share of groups whose rewards are all equal, from which (nearly) nothing is learned."""
     if not len(reward):
         return 0.0
     tied = is_tied(reward, group).to(torch.float64) / group_size(reward, group)

@@ -2,9 +2,10 @@
 
     loss = -sum_j sum_t stopgrad(A_j w_jt / divisor_j) log pi_theta(y_jt)
 
-with w from token_weights.py and, in a batch of N rollouts with T response tokens in all:
+with w from token_weights.py. A batch has N rollouts with T response tokens in all; rollout j has |x_j| prompt tokens
+and |y_j| response tokens. `divisor_j` is, by the objective's `aggregation`:
 
-    groups               their number           online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
+    groups               the number of groups   online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
     rollouts             N                      the sum over the tokens of a rollout, as in Eq. 5 of arXiv 2503.18929
     tokens               T                      DAPO, arXiv 2503.14476
     sequence_mean        N |y_j|                GRPO, arXiv 2402.03300
@@ -13,8 +14,8 @@ with w from token_weights.py and, in a batch of N rollouts with T response token
 
 Only the gradient of such a loss means something: its value is not that of the surrogate.
 
-An objective from outside is one function (`ObjectiveFunction`), which `objective.preset` names by import path or entry
-point; it takes the place of advantages and weights (`custom_loss`).
+A user's own objective is one function (`ObjectiveFunction`), which `objective.preset` names by import path or entry
+point. It takes the place of advantages and weights (`custom_loss`).
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ from tba_trainer.objectives.token_weights import Tokens, Totals, token_weights
 def objective_loss(
     tokens: Tokens, advantage: Float[Tensor, " B"], objective: Objective, *, totals: Totals
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]], Float[Tensor, " B"]]:
-    """Return the loss of one micro-batch, its metrics (both are shares of the whole batch: they add up), and weights.
+    """Return the loss of one micro-batch, its metrics, and the mean weight of each rollout.
 
-    Everything stays on the device: nobody waits for it here.
+    Loss and metrics are shares of the whole batch: they add up over micro-batches. Everything stays on the device, and
+    the host does not wait for it.
 
     Args:
         advantage: A_j of the B rollouts, from `advantages`.
 
     Returns:
-        The loss; `loss`, `advantage_abs_mean`, and the shares of tokens whose weight is bounded: `clipped_share`
-        (of them large ones: `clipped_high_share`), in float64; and the mean of w_jt over the tokens of each rollout
-        [B], 0 for one that teaches nothing itself.
+        The loss; the metrics `loss`, `advantage_abs_mean`, `clipped_share` (tokens whose rho is clipped, clamped or
+        masked) and `clipped_high_share` (because it is large), in float64; and the mean of w_jt over the tokens of each
+        rollout [B], 0 where `tokens.kept` is False.
     """
     token_advantage = advantage.detach().to(tokens.logprobs.dtype)[tokens.row]  # [T]
     weight, low, high = token_weights(tokens, token_advantage, objective, totals=totals)
@@ -76,7 +78,7 @@ def _row_means(values: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " B
 
 
 def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tensor, " T"] | int:
-    """Return what the term of each token is divided by."""
+    """Return the divisor of each token's term."""
     kind, num_rollouts = objective.parts.aggregation, max(1, totals.num_rollouts)
     if kind == "rollouts":
         return num_rollouts
@@ -99,19 +101,19 @@ class ObjectiveFunction(Protocol):
     It is called once per micro-batch, in every process of the trainer. All tensors are on one device:
 
     * `sequences` is the whole batch of N rollouts, without gradient: sums of log-probs of theta, sampler and reference,
-      rewards, policy ages, group numbers (`advantages.py` has `group_mean` and the like). The reference is there where
-      `objective.beta` is above 0 at some step; else its log-probs are zeros.
+      rewards, policy ages, group numbers (`advantages.py` has `group_mean` and the like). Ref log-probs are zeros if
+      `objective.beta` is 0 at every step.
     * `tokens` holds the response tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
       `tokens.sampler_logprobs`. `tokens.row` is the rollout of each token, as an index into `sequences`.
-    * `settings` holds the section `[objective]`: `importance_clamp` is free for any use.
+    * `settings` is the resolved section `[objective]`; its `importance_clamp` is free for any use.
     * `beta` is the KL coefficient of this step.
 
     The loss of a batch is the sum of all terms divided by the number of its rollouts; gradients flow through
     `tokens.logprobs` alone. A term may depend on its own tokens and on `sequences`, never on the other tokens of the
     micro-batch, so that the gradient does not depend on how a batch is cut.
 
-    Theta's sums are computed for the whole batch first: a pass without gradient, about a third of a step more, where
-    the batch takes more than one micro-batch.
+    If the batch takes several micro-batches, a pass without gradient computes theta's sums of the whole batch first. It
+    makes a step about a third longer.
     """
 
     def __call__(self, sequences: Sequences, tokens: Tokens, settings: Objective, beta: float) -> Float[Tensor, " T"]:
@@ -128,10 +130,10 @@ def custom_loss(
     beta: float,
     totals: Totals,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """Return the loss of one micro-batch, and `loss` as its metric; both are shares of the whole batch.
+    """Return a micro-batch's loss under the user's function, and the metric `loss`; both are shares of the whole batch.
 
     Args:
-        tokens: of the micro-batch; without rollouts, of a filler.
+        tokens: tokens of the micro-batch. If it has no rollouts, those of a filler (`pack_rollouts`).
         rows: the index in `sequences` of each rollout of the micro-batch; may be empty.
 
     Raises:

@@ -16,11 +16,11 @@ from tba.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """One objective with everything decided. Hashable and free of tensors."""
+    """A fully resolved objective. Hashable and free of tensors."""
 
     name: str
     parts: Parts
-    """Formula of the advantage, token weight, divisor and their bounds; without meaning for a `function`."""
+    """Formula of the advantage, token weight, divisor and their bounds; not used if there is a `function`."""
     anchor: Anchor | None
     """The policy that the KL pulls towards; None: there is no KL."""
     aggregation_tokens: int
@@ -36,12 +36,12 @@ class Objective:
 
     @property
     def importance_clamp(self) -> float:
-        """Upper bound of `clamp` and `mask`."""
+        """Upper bound of rho for the token weights `clamp` and `mask`."""
         return self.parts.importance_clamp
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ref log-probs enter. If not, `Sequences.ref_log_ratio` means nothing and no reference is built."""
+        """Whether ref log-probs are used. If not, no reference is built; `Sequences.ref_log_ratio` means nothing."""
         return self.reference_placement is not None
 
     @property
@@ -53,9 +53,9 @@ class Objective:
     def needs_complete_groups(self) -> bool:
         """Whether A_j depends on theta's log-probs of the *other* rollouts of its group.
 
-        A group that spans micro-batches then needs a first pass. If not (but `reads_theta`), a micro-batch may call
-        `advantages` on the whole batch with only its own rows of `Sequences.logprob` filled in, and take its own rows
-        of the result.
+        If true, a group that spans micro-batches needs a first pass. If false although `reads_theta` is true, a
+        micro-batch may call `advantages` on the whole batch with only its own rows of `Sequences.logprob` filled in,
+        and take its own rows of the result.
         """
         alone = self.parts.kind == "trajectory_balance" and self.parts.centre == "none"
         return self.needs_all_tokens or (self.reads_theta and (self.function is not None or not alone))
@@ -77,15 +77,15 @@ class Objective:
 
 
 def resolve(section: ObjectiveSection, *, max_response_tokens: int | None = None) -> Objective:
-    """Resolve the recipe's section.
+    """Return the objective that the recipe's section describes.
 
     Args:
         section: `[objective]` of the recipe.
         max_response_tokens: the recipe's `searcher.max_response_tokens`, the divisor of the aggregation `constant`.
 
     Raises:
-        ConfigError: the preset is an objective from outside that cannot be imported, or nothing says by how many
-            tokens a `constant` aggregation divides.
+        ConfigError: the preset is a user's own objective that cannot be imported, or the aggregation is `constant` and
+            `max_response_tokens` is None.
     """
     parts, anchor, function = section.parts, section.used_anchor, None
     if parts is None:

@@ -1,17 +1,17 @@
 """Token weights w_jt of every objective, without gradient.
 
-With rho = pi_theta / pi_old, per token unless it says otherwise:
+With rho = pi_theta / pi_old of a token, clamp = `importance_clamp`, and the first column `importance_weight`:
 
     none                1
-    clamp               rho within [floor, clamp]               tba_prime, dr_grpo_clamp; CISPO, arXiv 2506.13585
-    mask                rho, 0 outside of [floor, clamp]        tba_prime_published: a clamp inside autograd
-    token_clip          rho, 0 where PPO's clip is active       tba_prime_clip; GRPO, Dr. GRPO, PPO, arXiv
+    clamp               min(rho, clamp)                         tba_prime, dr_grpo_clamp; CISPO, arXiv 2506.13585
+    mask                rho, but 0 where rho > clamp            tba_prime_published: a clamp inside autograd
+    token_clip          rho, but 0 where PPO's clip is active   tba_prime_clip; GRPO, Dr. GRPO, PPO, arXiv
                                                                 1707.06347; DAPO's "clip-higher", arXiv 2503.14476
-    sequence_clip       the same, rho the rollout's product     proximal RLOO
-    sequence_mean_clip  the same, rho its geometric mean        GSPO, arXiv 2507.18071
-    second_moment       rho, 0 for the tokens with the largest  M2PO, arXiv 2510.01161, over all tokens as in
-                        (log rho)^2, as few as keep the mean of AReaL; its authors' code looks only at those that
-                        the rest below its limit                PPO's clip could mask
+    sequence_clip       as token_clip, rho's product over the   proximal RLOO
+    sequence_mean_clip  rollout, or its geometric mean          GSPO, arXiv 2507.18071
+    second_moment       rho, but 0 for the tokens with the      M2PO, arXiv 2510.01161, over all tokens as in
+                        largest (log rho)^2, as few as bring    AReaL; its authors' code looks only at those that
+                        the mean of the rest below its limit    PPO's clip could mask
 
 Shapes: T response tokens of B rollouts.
 """
@@ -49,7 +49,7 @@ class Tokens:
     num_prompt_tokens: Int[Tensor, " B"] | None = None
     """Read by the aggregation `whole_sequence_mean`."""
     kept: Bool[Tensor, " B"] | None = None
-    """False for rollouts that teach nothing themselves (`mask_truncated`); None: all do."""
+    """False for rollouts that add nothing to the gradient (`mask_truncated`, `mask_tied`); None: all rollouts add."""
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -61,7 +61,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a micro-batch must know of the whole batch, over all micro-batches and ranks: the divisors."""
+    """Numbers of the whole batch, over all micro-batches and ranks, that the loss of a micro-batch needs."""
 
     num_rollouts: int
     num_tokens: int
@@ -74,7 +74,7 @@ class Totals:
 def token_weights(
     tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective, *, totals: Totals
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return w_jt, and where rho is clipped, clamped or masked: because it is small, and because it is large.
+    """Return w_jt, and which tokens have their rho clipped, clamped or masked: too small ones, and too large ones.
 
     Args:
         advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.
@@ -99,7 +99,7 @@ def log_ratios(tokens: Tokens, objective: Objective) -> Float[Tensor, " T"]:
 
 
 def second_moment_cut(squares: Float[Tensor, " T"], limit: float = SECOND_MOMENT_LIMIT) -> float:
-    """Return the largest (log rho)^2 to keep: as few tokens go as bring the mean of the rest below `limit`.
+    """Return the bound of (log rho)^2 that keeps the most tokens with a mean below `limit`; -1 if it keeps none.
 
     Args:
         squares: (log rho)^2 of all tokens of the batch.
@@ -115,7 +115,7 @@ def second_moment_cut(squares: Float[Tensor, " T"], limit: float = SECOND_MOMENT
 def _clipped(
     tokens: Tokens, log_rho: Float[Tensor, " T"], advantage: Float[Tensor, " T"], objective: Objective
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return the weights of PPO's clip, and where it is active below and above."""
+    """Return the weights of PPO's clip, and the masks of the tokens below and above its range where it is active."""
     kind = objective.parts.importance_weight
     if kind != "token_clip":
         of_rollout = log_rho.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_rho)  # [B]

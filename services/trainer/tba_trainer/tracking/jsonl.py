@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per record, appended; the file of a run outlives its starts."""
+"""metrics.jsonl: one line per record; every start of the trainer appends to the same file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JsonlTracker:
 
 
 def known_evaluations(path: Path, run: str) -> set[str]:
-    """Return the evaluations of a run that the file already has; skip lines that are cut short."""
+    """Return the ids of the evaluations of a run that the file already has; skip lines that are cut short."""
     found: set[str] = set()
     if not path.is_file():
         return found  # there is no file yet, or it is a device or pipe, which cannot be read back

@@ -19,7 +19,7 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, record: Record) -> None:
-        """Begin a file."""
+        """Begin a new event file, which hides older points of steps that are made again."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.close()

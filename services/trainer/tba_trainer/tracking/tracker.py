@@ -66,7 +66,7 @@ class Record:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The known metrics, with `train/` or `eval/` before their names: trackers draw a group each."""
+        """The known metrics, with the prefix `train/` or `eval/`, by which trackers group their charts."""
         group = "eval" if self.kind == "evaluation" else "train"
         return {f"{group}/{name}": value for name, value in self.metrics.items() if value is not None}
 
@@ -92,7 +92,7 @@ def evaluation_record(run: str, evaluation: EvalInfo) -> Record:
 
 
 def require(package: str, *, setting: str) -> None:
-    """Check that the optional package of a setting is installed, without importing it."""
+    """Raise ConfigError if the optional package of a setting is not installed; do not import it."""
     try:
         is_there = find_spec(package) is not None
     except ValueError:  # a module in sys.modules without a spec

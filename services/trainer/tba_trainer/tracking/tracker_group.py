@@ -26,7 +26,7 @@ MAX_PENDING = 1000
 CLOSE_S = 10.0
 """How long `close` waits for trackers to write what they have."""
 _SHOWN_SECTIONS = {"run", "model", "data", "sampling", "searcher", "objective", "trainer", "eval"}
-"""Sections of the recipe that trackers show. Addresses and files with tokens stay here."""
+"""Sections of the recipe that trackers show. Addresses and names of token files are in other sections."""
 _TICK_S = 0.1
 """Seconds until an idle thread notices that it should end."""
 log = get_logger("tracking")

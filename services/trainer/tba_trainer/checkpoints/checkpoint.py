@@ -92,7 +92,7 @@ class CheckpointStore:
         """Return this process's part of a new checkpoint, which the caller uploads.
 
         Args:
-            version: the name of the weights.
+            version: version of the weights.
             rows: what this process writes (`Learner.capture`).
             known: digest -> lineage of the objects that need not be written again (`reusable_objects`).
             in_background: copy all rows to memory now if they fit; otherwise `Part.upload` copies them from the model.
@@ -114,7 +114,7 @@ class CheckpointStore:
         )
 
     def reusable_objects(self, version: PolicyVersion) -> dict[str, int]:
-        """Return digest -> lineage of a checkpoint's stored objects. It must stay until the next one is registered."""
+        """Return digest -> lineage of a checkpoint's stored objects. It must exist until the next one is registered."""
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]
         else:
@@ -165,7 +165,7 @@ class CheckpointStore:
             ) from None
 
     def fetch(self, key: str, manifest: bytes) -> Checkpoint:
-        """Do the rest of `load`: download the rows that the manifest names, and verify every digest."""
+        """Do as `load` does, with a manifest that is already here."""
         document = decode_checkpoint_manifest(manifest, what=f"{key}/{MANIFEST}")
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:
@@ -235,8 +235,8 @@ class CheckpointStore:
         self._collect({object_key(self.key(version), each) for each in objects})
 
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
-        """Delete checkpoints of older lineages that have no manifest, except `keep`, and objects of older lineages that
-        no checkpoint names; return the deleted checkpoints."""
+        """Delete older lineages' checkpoints without a manifest, except `keep`, and their objects that no checkpoint
+        names; return the deleted checkpoints."""
         deleted = delete_incomplete(self._store, self._prefix, before_lineage=before_lineage, keep=keep)
         folder = f"{self._prefix}objects/"
         names = [key.removeprefix(folder) for key in self._store.list(folder)]

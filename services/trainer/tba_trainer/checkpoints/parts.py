@@ -1,4 +1,4 @@
-"""The part of a checkpoint that one process writes, and the rows of one that it reads.
+"""The part of a checkpoint that one process writes, and the rows of a checkpoint that it reads.
 
     rows on the device --> memory, if staged --> a file on the local disk --digest--> an object in the store, if it is
                                                                                       not there
@@ -180,7 +180,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
         self._pieces: dict[str, list[tuple[Slice, Path]]] = {}
 
     def needs(self, slices: Mapping[str, Slice]) -> bool:
-        """Return whether this process needs any of these rows, or some tensor has no rows."""
+        """Return whether this process needs any of these rows; a tensor without rows is needed by all."""
         for piece in slices.values():
             begin, end = self._wanted(piece)
             if (begin < piece.end and piece.begin < end) or piece.begin == piece.end:

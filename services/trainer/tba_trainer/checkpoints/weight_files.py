@@ -46,8 +46,8 @@ from tba_trainer.model.sharding import rounds_weights
 
 SUFFIX = ".safetensors"
 FILE_BYTES = 2 * 1024**3
-"""Weights and checkpoints are written in files of at most this many bytes (a larger tensor has a file of its own): at
-most that much of a gathered model is in the trainer's memory at once."""
+"""Largest size of a file of weights or of a checkpoint (a larger tensor has a file of its own). So at most this many
+bytes of a gathered model are in the trainer's memory at once."""
 _ONE_FILE = 2**62
 """Bound of the file of an adapter, which must be one file: peft and vLLM read no other form."""
 Item = TypeVar("Item")
@@ -291,7 +291,7 @@ def write_tensor_files(
 
 
 def lockstep(items: Iterable[Item]) -> Generator[Item]:
-    """Yield the items; when the consumer closes the generator early, first exhaust the rest of them."""
+    """Yield the items. If the consumer closes the generator early, still draw all remaining items before it ends."""
     # each item of a sharded model is a collective: processes that stop at different items would wait for each other
     iterator = iter(items)
     try:

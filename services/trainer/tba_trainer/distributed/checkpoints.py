@@ -82,9 +82,9 @@ class TeamCheckpoints(CheckpointStore):
             state: state of the trainer, with the version.
             rows: rows of this process (`Learner.capture`).
             known: `reusable_objects` of a checkpoint that stays until this one is registered.
-            in_background: copy all rows to memory, and upload them in threads. Where `Upload.is_staged` is false, some
-                process had no room: the weights must then not change until the upload has ended. If false, this
-                process's part is stored, or has failed, on return.
+            in_background: True copies the rows to memory, uploads them in threads and returns. If `Upload.is_staged` is
+                false, some process had no room: the weights must not change until the upload has ended. False returns
+                when this process's part is stored or has failed.
 
         Raises:
             OSError: the local disk is full; the followers have been told to stop.
@@ -225,7 +225,7 @@ class Upload:
                 return False
 
     def missing(self) -> str:
-        """Return the processes that have not stored their part, for a message."""
+        """Return the names of the processes that have not stored their part, for a message."""
         return ", ".join(f"process {rank}" for rank in self._replies.missing) or "process 0"
 
     def give_up(self) -> None:
@@ -338,6 +338,6 @@ class FollowerCheckpoints:
 
 
 def _are_all_staged(team: Team, part: Part | None) -> bool:
-    """Return whether all parts are in memory, without those that failed (a collective)."""
+    """Return whether all parts that did not fail are in memory (a collective)."""
     is_staged = part is None or part.is_staged
     return is_staged if team.num_ranks == 1 else not any(team.gather(b"" if is_staged else b"not staged"))

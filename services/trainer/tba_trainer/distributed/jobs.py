@@ -43,7 +43,7 @@ class Job:
         threading.Thread(target=run, name=self.name, daemon=True).start()
 
     def fail(self, error: Exception) -> None:
-        """Make an error the reply."""
+        """Log an error, and make it the reply."""
         log.warning("part_failed", part=self.name, error=str(error))
         self.reply = {"error": str(error) or repr(error), "kind": getattr(error, "slug", "")}
 
@@ -78,11 +78,11 @@ class Replies:
         return not self.missing
 
     def failure(self, kinds: Sequence[type[TbaError]], other: type[TbaError]) -> TbaError | None:
-        """Return the error of the first process that has failed.
+        """Return the error of the failed process with the lowest rank; None: no process has failed.
 
         Args:
             kinds: types of errors that are kept.
-            other: type for any other error.
+            other: type that any other error becomes.
         """
         known = {kind.slug: kind for kind in kinds}
         for rank, reply in sorted(self.of_rank.items()):

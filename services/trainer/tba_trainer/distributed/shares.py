@@ -161,7 +161,7 @@ class KeptShares:
             snapshot.close()
 
     def clear(self) -> None:
-        """Drop all shares: the leader begins a new lineage."""
+        """Drop all shares and forget their jobs, because the leader begins a new lineage."""
         self._jobs.clear()
         for name in list(self._kept):
             self._drop(share=name)

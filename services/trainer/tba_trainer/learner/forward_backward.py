@@ -5,10 +5,10 @@ batch). A group inside one micro-batch gets them from the forward pass that the 
 span micro-batches cost a first pass without gradient. Both ways give the same gradient
 (tests/unit/trainer/test_trainer_forward_backward.py).
 
-Some rollouts add nothing to the gradient: masked ones, and those whose A_j is 0 by rewards alone (in a group of equal
-rewards, or below the baseline with a `negative_weight` of 0). If no A_j depends on theta, they get no pass. A group
-masked by `mask_tied` gets none either, unless A_j of other groups depends on its log-probs. Metrics of theta leave out
-rollouts without a pass.
+Masked rollouts add nothing to the gradient, nor do those whose A_j is 0 by rewards alone. Such an A_j occurs in groups
+of equal rewards, and below the baseline with a `negative_weight` of 0. If no A_j depends on theta, these rollouts get
+no pass. A group masked by `mask_tied` gets none either, unless A_j of other groups depends on its log-probs. Metrics of
+theta leave out rollouts without a pass.
 
 With several ranks each works on its own micro-batches of one plan. Every rank fills in the numbers of its rollouts and
 leaves zeros for the others; a sum over the ranks completes them.
@@ -50,7 +50,7 @@ Values = NDArray[np.float64]
 Logprobs = Callable[[Sequence[Rollout]], Sequence[Values] | None]
 """Returns the log-probs of rollouts under another policy than theta, or None if the objective needs none."""
 Plan = list[list[list[int]]]
-"""Rounds of one micro-batch per rank, each a list of rollout indices, perhaps empty. Ranks run a round together."""
+"""`plan[round][rank]` is a micro-batch: a list of rollout indices, perhaps empty. All ranks run a round together."""
 FIRST_PASS_COST = 1 / 3
 """Cost of a pass without gradient (forward) as a share of one with gradient (forward and backward)."""
 _FILLER = np.zeros(1, dtype=np.int32)
@@ -403,7 +403,7 @@ def plan_micro_batches(
 
 
 def _pack(items: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Plan:
-    """Put items into micro-batches, the largest first, each into the emptiest; a round has similarly large ones."""
+    """Put items into micro-batches, the largest item first, each into the emptiest one. Rounds are of similar ones."""
 
     def load(rows: list[int]) -> int:
         return sum(lengths[row] for row in rows)

@@ -182,7 +182,7 @@ def holds_checkpoints(section: GuardsSection, state: GuardState) -> bool:
 
 
 def suspects_weights(section: GuardsSection, state: GuardState) -> bool:
-    """Return whether a condition holds that skips batches (or worse) and that broken weights may have caused."""
+    """Return whether a condition holds that wrong weights may have caused, and whose action is at least skip."""
     # an engine that computes another model says nothing about the trainer's weights
     return any(name != "on_policy_gap" and _is_on(section, state.streaks, name, from_action="skip") for name in NAMES)
 

@@ -156,7 +156,7 @@ class Learner:
         self.reference.after_step(PolicyVersion(lineage, step))
 
     def skip(self, *, step: int, lineage: int) -> None:
-        """Drop the gradients instead of applying them; reset the reference if that is due at this step."""
+        """Drop the gradients instead of applying them, then reset the reference if that is due at this step."""
         self.discard()
         self.reference.after_step(PolicyVersion(lineage, step))
 
@@ -213,7 +213,7 @@ class Learner:
         return Rows(copies, sum(written_bytes(tensors, layout) for tensors in sections.values()))
 
     def layout(self) -> Layout:
-        """Return how theta is cut over the processes."""
+        """Return how theta is sharded over the processes."""
         return Layout.of(trainable(self.model))
 
     def restore(self, state: TrainerState, sections: Mapping[str, Mapping[str, TensorSlice]]) -> None:

@@ -97,7 +97,7 @@ class LogprobCache:
 def compute_logprobs(
     policy: LogprobModel, rollouts: Sequence[Rollout], *, per_token: bool, micro_batch_tokens: int, ranks: Ranks
 ) -> list[Values]:
-    """Return the log-probs under a policy of at least one rollout (a collective: every rank gets all of them).
+    """Return the log-probs of rollouts (at least one) under a policy. A collective: every rank gets all of them.
 
     Args:
         per_token: return one number per response token instead of their sum.

@@ -2,10 +2,10 @@
 
     recipe ----------------------+
                                  +--> Schedules.at(step) --> learning rate and beta of the step
-    GET /v1/run/settings --------+        (again only when a reply of the buffer told another revision)
+    GET /v1/run/settings --------+        (read again only after a reply of the buffer had another revision)
 
-A change holds for whole steps: it is looked for when a step begins, never within one. The ack of the step carries the
-revision that it used, so the audit says from which step on a change was in effect.
+A change holds for whole steps: settings are read when a step begins, never within one. The ack of a step carries the
+revision that the step used, so the audit says from which step on a change was in effect.
 """
 
 from __future__ import annotations

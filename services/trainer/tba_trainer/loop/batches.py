@@ -55,7 +55,7 @@ class Prefetcher:
     """Draws the batches of steps `first_step`, `first_step + 1`, ... in order.
 
     Args:
-        draw: draws the batch of a step, and lets the buffer wait some seconds; raises as BufferClient.draw_batch.
+        draw: draws the batch of a step; the buffer may wait some seconds. Raises the errors of BufferClient.draw_batch.
         status: shows the wait for a batch.
         first_step: the step that the loop makes first.
         last_step: nothing is drawn beyond it.
@@ -214,7 +214,7 @@ GROUP_OF_ONE = Refusal("group-of-one", "no other rollout of its group is left to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """Properties that every rollout must have, at every step."""
+    """Properties that every rollout must have to be trained on."""
 
     vocab_size: int
     max_tokens: int | None

@@ -54,7 +54,7 @@ class CheckpointWriter:
         return self._upload is not None
 
     def write(self) -> None:
-        """Write a checkpoint of the current weights: a small one at once, a large one in the background if it fits.
+        """Write a checkpoint of the current weights: a small one at once, a large one in the background.
 
         Raises:
             StoreUnavailableError: nothing was registered.
@@ -139,7 +139,7 @@ class CheckpointWriter:
         return context.checkpoints.begin(state, learner.capture(), known=known, in_background=in_background)
 
     def _wait_unstaged(self, upload: Upload) -> None:
-        """Wait for an upload that reads the weights, and register it. SIGTERM ends the wait, since no step follows."""
+        """Wait for an upload that reads the weights, and register its checkpoint. SIGTERM ends the wait."""
         stop, deadline = self._context.stop, time.monotonic() + limits.UPLOAD_S
         with self._context.status.named_wait("checkpoint-upload", limits.UPLOAD_S):
             while not upload.wait(_POLL_S):

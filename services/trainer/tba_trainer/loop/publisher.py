@@ -114,7 +114,7 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop publishing, and discard waiting snapshots. A transfer in progress goes on, but waits for no process."""
+        """Stop publishing, and discard queued snapshots. A transfer in progress goes on, but waits for no follower."""
         self._closed.set()
         with self._changed:
             # those behind it may hold a copy of the model: a lineage after a rollback needs the memory

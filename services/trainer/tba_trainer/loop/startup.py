@@ -41,7 +41,7 @@ log = get_logger("startup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parent:
-    """What a new lineage starts from."""
+    """The state that a new lineage starts from."""
 
     version: PolicyVersion
     checkpoint_key: str | None = None
@@ -178,7 +178,7 @@ class LineageStart:
     def _asked_parent(self, info: RunInfo, asked: RollbackInfo) -> _Parent:
         """Return the newest intact checkpoint at or before the step of an operator's rollback.
 
-        If there is none, the run must fail (`fails`), and not go on with weights that a person wanted to leave.
+        If there is none, set `fails`: the run must not go on with weights that a person wanted to leave.
         """
         step = PolicyVersion.parse(asked.version).step
         active = self.checkpoints.of_lineage(lineages_of(info).ancestry(PolicyVersion(info.lineage, step)))
@@ -195,7 +195,7 @@ class LineageStart:
         return _Parent(version=version, checkpoint_key=info.checkpoint_key, fails=sentence)
 
     def _resume_parent(self, info: RunInfo) -> _Parent:
-        """Return the parent of a start or of an alarm's rollback. The weights of a new fork are restored here already.
+        """Return the parent of a start or of an alarm's rollback. For a new fork, already restore its weights here.
 
         Raises:
             StoreError: the registered checkpoint is missing or damaged, and no older one is intact.

@@ -143,7 +143,7 @@ class Status:
 
     @contextmanager
     def named_wait(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Report the block as a wait with this name, at most `deadline_s` long."""
+        """Report the block in heartbeats as a wait with this name and deadline."""
         self.begin_wait(name, deadline_s)
         try:  # a wait that ends in an error has been waited all the same
             yield
@@ -205,8 +205,8 @@ class Heartbeats:
 
     Args:
         gauges: more gauges, read at every beat.
-        alive_file: file that is touched before every beat unless the loop is hung, and deleted by `close`. A liveness
-            probe checks its age.
+        alive_file: file that exists from the first beat until `close`, and is touched before every beat unless the loop
+            is hung: a liveness probe checks its age.
     """
 
     def __init__(

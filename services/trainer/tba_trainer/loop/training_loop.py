@@ -11,10 +11,10 @@
     loop           a place for a snapshot           unpublished-versions    limits.RETRY_S
     loop           the store, for a small           -                       30 s, then at the next sync
                    checkpoint; a large one is uploaded by a thread of its own
-    loop           the upload of a large one, if    checkpoint-upload       limits.UPLOAD_S
-                   memory has no room for it
+    loop           the upload of a checkpoint       checkpoint-upload       limits.UPLOAD_S
+                   that does not fit into memory
     loop (end)     a large checkpoint under way     checkpoint-upload       limits.RETRY_S
-    start          the others' parts of one         checkpoint-download     limits.RETRY_S, or as long as its own took
+    start          followers' checkpoint parts      checkpoint-download     limits.RETRY_S, or as long as its own took
     loop (end)     the last checkpoint, the export  object-store            limits.RETRY_S
     loop (end)     the final evaluation             final-evaluation        eval.timeout_s
     prefetch       permission to draw one more      -                       until the loop takes a batch

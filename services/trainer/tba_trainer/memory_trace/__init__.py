@@ -1,4 +1,4 @@
-"""Trace the memory of a trainer's step without its model, its data or a GPU: its own code runs on fake tensors (torch).
+"""Trace the memory of a trainer's step without model, data or GPU: the trainer's code runs on torch's fake tensors.
 
 __main__       `python -m tba_trainer.memory_trace`: trace a recipe, print the bytes as JSON
 step           build model and batch, make one step, extrapolate over the layers

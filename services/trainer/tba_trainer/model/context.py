@@ -205,8 +205,8 @@ def set_context(model: Any, context: Context | None) -> None:
 
 
 _Dealt = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Part of one process: the places in the row that it computes; for each of its n non-empty pieces the number of queries
-and of keys that the last query attends to [n, 2], and the index in `PackedSequences.positions` of its sequence [n]."""
+"""Part of one process: the places in the row that it computes. Then, for its n non-empty pieces: [n, 2] the numbers of
+queries, and of keys that the last one sees; [n] the index in `PackedSequences.positions` where its sequence begins."""
 
 
 def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: int) -> list[_Dealt]:

@@ -319,7 +319,7 @@ def packed_attention(
 
 
 def has_flash(query: Float[Tensor, "R N D"]) -> bool:
-    """Return whether flash attention for sequences of different lengths supports this device, dtype and head size."""
+    """Return whether variable-length flash attention supports the query's device, dtype and head dimension."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and is_half and query.shape[-1] <= FLASH_MAX_HEAD_DIM
 

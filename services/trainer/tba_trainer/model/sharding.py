@@ -146,7 +146,7 @@ def sharded_copy(model: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _shard(root: _Root, place: Callable[[str, Tensor], Tensor]) -> None:
-    """Shard a model unit by unit. `place(name, tensor)` returns the tensor that replaces one of the model."""
+    """Shard a model unit by unit. `place(name, tensor)` returns the tensor that replaces `tensor` in the model."""
     model: Any = root.model
     names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     done: set[int] = set()

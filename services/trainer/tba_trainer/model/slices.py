@@ -58,7 +58,7 @@ def num_rows(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How tensors are cut over the processes of a team; by default there is one process with whole tensors."""
+    """How tensors are sharded over the processes of a team; by default there is one process with whole tensors."""
 
     index: int = 0
     num: int = 1

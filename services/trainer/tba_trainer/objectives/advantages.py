@@ -43,7 +43,7 @@ class Sequences:
     policy_age: Int[Tensor, " N"]
     """Optimizer steps."""
     group: Int[Tensor, " N"]
-    """Group number, any integer: rollouts of one prompt share it. The order of the rollouts does not matter."""
+    """Number of each rollout's group (any integer). The order of the rollouts does not matter."""
     num_tokens: Int[Tensor, " N"]
     """Response tokens."""
 
@@ -137,7 +137,7 @@ def reinforce(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, 
 
 
 def online_dpo(s: Sequences, objective: Objective, beta: float) -> Float[Tensor, " N"]:
-    """sigmoid(-beta (l_best - l_worst)) for the best of the group, minus that for the worst, 0 for the others.
+    """+sigmoid(-beta (l_best - l_worst)) for the best of the group, -sigmoid(...) for the worst, 0 for the others.
 
     Online DPO, arXiv 2402.04792, in A-form: the DPO loss divided by beta.
     """

@@ -7,8 +7,8 @@ With rho = pi_theta / pi_old of a token, clamp = `importance_clamp`, and the fir
     mask                rho, but 0 where rho > clamp            tba_prime_published: a clamp inside autograd
     token_clip          rho, but 0 where PPO's clip is active   tba_prime_clip; GRPO, Dr. GRPO, PPO, arXiv
                                                                 1707.06347; DAPO's "clip-higher", arXiv 2503.14476
-    sequence_clip       as token_clip, rho's product over the   proximal RLOO
-    sequence_mean_clip  rollout, or its geometric mean          GSPO, arXiv 2507.18071
+    sequence_clip       token_clip; product of rho over rollout proximal RLOO
+    sequence_mean_clip  token_clip; geometric mean over rollout GSPO, arXiv 2507.18071
     second_moment       rho, but 0 for the tokens with the      M2PO, arXiv 2510.01161, over all tokens as in
                         largest (log rho)^2, as few as bring    AReaL; its authors' code looks only at those that
                         the mean of the rest below its limit    PPO's clip could mask
@@ -74,7 +74,7 @@ class Totals:
 def token_weights(
     tokens: Tokens, advantage: Float[Tensor, " T"], objective: Objective, *, totals: Totals
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Return w_jt, and which tokens have their rho clipped, clamped or masked: too small ones, and too large ones.
+    """Return w_jt, and two masks of tokens whose rho is clipped, clamped or masked: for being too small, and too large.
 
     Args:
         advantage: A_j of each token's rollout; its sign decides where PPO's clip is active.

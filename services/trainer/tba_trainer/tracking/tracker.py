@@ -24,8 +24,8 @@ class Tracker(Protocol):
     `start` comes first, and again with every lineage; the last call is `close`. A record that the tracker cannot keep
     is counted and logged; nothing that it does stops or slows the trainer.
 
-    `tracking.trackers` names its class, or a function that makes it. The argument is the resolved recipe, to be shown
-    with the run. A ConfigError there means that the trainer does not start.
+    `tracking.trackers` names its class, or a function that makes it. The argument has the sections of the resolved
+    recipe that may be shown with the run. If the class or function raises ConfigError, the trainer does not start.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending records, and free all resources."""
         ...
 
 

@@ -10,15 +10,15 @@ micro-batches and ranks.
 
     resolve(recipe.objective)             -> Objective      objective.py: preset, overrides and settings
     Sequences, advantages                 -> A_j            advantages.py: one function per formula
-    Tokens, Totals, token_weights         -> w_jt           token_weights.py: clips, clamps, masks of importance ratios
+    Tokens, Totals, token_weights         -> w_jt           clipping.py: clips, clamps, masks of importance ratios
     objective_loss                        -> loss           loss.py: what a token's term is divided by
     ObjectiveFunction, custom_loss        -> loss           loss.py: a user's function instead of A_j and w_jt
 """
 
 from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, tied_group_share
+from tba_trainer.objectives.clipping import Tokens, Totals, log_ratios, second_moment_cut
 from tba_trainer.objectives.loss import ObjectiveFunction, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
-from tba_trainer.objectives.token_weights import Tokens, Totals, log_ratios, second_moment_cut
 
 __all__ = [
     "Objective",

@@ -2,7 +2,7 @@
 
     loss = -sum_j sum_t stopgrad(A_j w_jt / divisor_j) log pi_theta(y_jt)
 
-with w from token_weights.py. A batch has N rollouts with T response tokens in all; rollout j has |x_j| prompt tokens
+with w from clipping.py. A batch has N rollouts with T response tokens in all; rollout j has |x_j| prompt tokens
 and |y_j| response tokens. `divisor_j` is, by the objective's `aggregation`:
 
     groups               the number of groups   online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from tba.errors import TbaError
 from tba_trainer.objectives.advantages import Sequences
+from tba_trainer.objectives.clipping import Tokens, Totals, token_weights
 from tba_trainer.objectives.objective import Objective
-from tba_trainer.objectives.token_weights import Tokens, Totals, token_weights
 
 
 def objective_loss(

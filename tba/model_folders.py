@@ -1,4 +1,4 @@
-"""Checks of model folders in Hugging Face format and of what transformers loaded from them, without torch."""
+"""Checks of model folders in Hugging Face format, and of models that transformers has loaded. It imports no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from tba.errors import ConfigError, ModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of these is in every folder that `tokenizer.save_pretrained` wrote."""
+"""Every folder that `tokenizer.save_pretrained` wrote has at least one of these files."""
 
 
 def check_tokenizer(folder: str | Path, *, key: str = "model.path") -> None:
-    """Check before anything starts that a model folder has a tokenizer; without one every searcher would end.
+    """Check before a run starts that a model folder has a tokenizer; without one, every searcher would fail.
 
     Args:
-        key: of the recipe that names the folder, for errors.
+        key: the recipe's key that names the folder, for errors.
 
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has no tokenizer.
     """
     # each of these files is enough for some tokenizer class; which one, only transformers knows
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
@@ -30,17 +30,17 @@ def check_tokenizer(folder: str | Path, *, key: str = "model.path") -> None:
 
 
 def trust_hint(error: Exception) -> str:
-    """Return what to do where transformers refuses to load a model because it comes with code of its own."""
+    """Return the remedy, to append to a message, if transformers refused a model with code of its own; else ""."""
     if "trust_remote_code" not in str(error):
         return ""
     return "; if that code may run, set model.trust_remote_code = true (trust_remote_code of a scorer for its models)"
 
 
 def check_embedding_model(folder: str | Path | None) -> None:
-    """Check before anything starts that `eval.embedding_model`, where one is given, can be loaded.
+    """Check before a run starts that the folder of `eval.embedding_model`, if one is given, holds a model.
 
     Raises:
-        ConfigError: the folder is no model in Hugging Face format with a tokenizer.
+        ConfigError: the folder has no tokenizer or no config.json.
     """
     if folder is not None:
         check_tokenizer(folder, key="eval.embedding_model")
@@ -53,16 +53,16 @@ def check_embedding_model(folder: str | Path | None) -> None:
 def check_load_report(
     report: Mapping[str, Any], model: Any, *, where: str, is_needed: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Refuse a model that transformers filled up with random numbers.
+    """Refuse a loaded model whose files lack weights, which transformers then fills with random numbers.
 
     Args:
         report: `output_loading_info` of a `from_pretrained` with `ignore_mismatched_sizes`.
-        model: what it returned.
+        model: the model that `from_pretrained` returned.
         where: the folder and the key that names it, for the error.
-        is_needed: whether the weight of this name has to come from the files; default: each one has.
+        is_needed: returns whether the weight of this name must come from the files; default: every weight must.
 
     Raises:
-        ModelError: weights are missing, or have other shapes than config.json says; it names them.
+        ModelError: weights are missing, unreadable, or have other shapes than config.json says; it names them.
     """
     missing = sorted(filter(is_needed, report["missing_keys"]))
     shapes = [f"{name} {list(is_)}, not {list(should)}" for name, is_, should in sorted(report["mismatched_keys"])]

@@ -1,7 +1,7 @@
 """The JSON bodies of the REST endpoints, shared by services and clients (docs/api.md).
 
-Bulk data is msgpack (`tba.wire`): POST /v1/rollouts takes a push, POST /v1/batches answers a batch, POST
-/v1/heartbeats takes a heartbeat. Everything else is one of these models. Versions are `lineage-step` texts.
+Bulk data is msgpack (`tba.wire`): the request of POST /v1/rollouts, the reply of POST /v1/batches, and the request of
+POST /v1/heartbeats. All other bodies are the JSON models of this package. A version is a text, `lineage-step`.
 """
 
 from __future__ import annotations

@@ -13,20 +13,20 @@ from tba.fields import Integer, Name, Number, StrictModel, VersionText
 class EvalResult(StrictModel):
     """The result of one evaluation lease; None is unknown or not measured (an unknown score is counted, never 0).
 
-    The lists have one entry per completion; the other numbers are about all samples of the prompt together.
+    The lists have one entry per completion; every other number is about all completions of the prompt together.
     """
 
     lease_id: Name
     rewards: list[Number | None]
     num_response_tokens: list[Annotated[Integer, Field(ge=0)]]
     num_wrong: Annotated[Integer, Field(ge=0, le=4096)] | None = None
-    """Completions among those without a score that are themselves the reason: no success."""
+    """Completions without a score because of their own content (for example too long); they count as failures."""
     num_raised: Annotated[Integer, Field(ge=0, le=4096)] | None = None
-    """Completions that the scorer raised for: no success either where it scores others of its task."""
+    """Completions for which the scorer raised an exception; they count as failures if it scores others of its task."""
     distinct_1: Number | None = None
     distinct_2: Number | None = None
     distinct_3: Number | None = None
-    """Different n-grams of tokens / all n-grams of tokens."""
+    """Distinct-n: number of different n-grams of tokens / number of all n-grams, over the samples of the prompt."""
     embedding_distance: Number | None = None
     """Mean cosine distance over pairs of samples."""
 
@@ -40,24 +40,24 @@ class EvalResults(StrictModel):
 
 
 class EvalRequest(StrictModel):
-    """POST /v1/evals: evaluate an announced version on held-out prompts, as the recipe's section `eval` says.
+    """POST /v1/evals: evaluate an announced version on held-out prompts, with the settings of the recipe's `eval`.
 
-    The same request again returns the same evaluation.
+    A repeated request returns the evaluation that exists.
     """
 
     version: VersionText | None = None
     """An announced version that the store still has; None: the latest one."""
     token: Name | None = None
-    """The fencing token of a trainer; None: an operator asks."""
+    """The fencing token, if a trainer asks; None: an operator asks."""
     num_prompts: Integer | None = Field(default=None, ge=1, le=10_000)
-    """The first so many held-out prompts; None: `eval.num_prompts`."""
+    """Number of held-out prompts, from the first one on; None: `eval.num_prompts`."""
 
 
 class EvalNumbers(StrictModel):
     """The numbers of an evaluation; None if nothing is known. Unknown scores are left out and counted.
 
-    All but `greedy_accuracy` are about the samples at the policy temperature. Accuracies, pass@k, distinct-n and the
-    embedding distance are means over prompts, the others over samples.
+    `greedy_accuracy` is about the greedy completions, all others are about the samples at the policy temperature.
+    `mean_reward` and `mean_response_tokens` are means over samples, all others are means over prompts.
     """
 
     accuracy: float | None = None
@@ -71,10 +71,10 @@ class EvalNumbers(StrictModel):
     distinct_3: float | None = None
     embedding_distance: float | None = None
     num_unknown: int = 0
-    """Left out. An answer that is itself the reason for having no score is none of these: it is no success."""
+    """Completions left out. A completion without a score because of its own content counts as a failure, not here."""
 
     def metric(self, name: str) -> float | None:
-        """Return the metric that `eval.best_metric` names; None if it is unknown."""
+        """Return the value of a metric, by a name that `eval.best_metric` may have; None if it is unknown."""
         k = pass_at_of(name)
         return getattr(self, name) if k is None else self.pass_at.get(k)
 
@@ -91,19 +91,19 @@ class EvalInfo(EvalNumbers):
     created_at_s: float
     finished_at_s: float | None = None
     abandoned: bool = False
-    """The run went back to before this version: the active lineage neither made it nor descends from it, so it cannot
-    be the best one."""
+    """A resume has gone back to before this version: the active lineage neither made it nor descends from it. It cannot
+    be the best version."""
 
 
 class EvalReply(EvalInfo):
-    """The evaluation that was asked for."""
+    """Reply to POST /v1/evals: the evaluation that was asked for."""
 
     existed: bool = False
-    """It was there before; where it is done, nothing is evaluated again."""
+    """Whether the evaluation existed before the request; it is then not repeated."""
 
 
 class BestVersion(StrictModel):
-    """The version with the best `metric` so far (`eval.best_metric`); the newest of equal ones.
+    """The version with the best `metric` so far (`eval.best_metric`); of several equal ones, the newest.
 
     The compared evaluations have the same `num_samples`, each on the first `num_prompts` held-out prompts.
     """

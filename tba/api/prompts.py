@@ -12,7 +12,7 @@ from tba.fields import MAX_DIGITS, Integer, Name, Number, RunState, Split, Stric
 from tba.wire.codec import new_id
 
 MAX_DATA_LEVELS = 32
-"""Deepest nesting of a prompt's data. JSON readers have limits of their own, and every searcher must read the data."""
+"""Most levels of nesting in a prompt's data, well below the limits of the JSON parsers that read it."""
 _MAX_WHOLE = 10**MAX_DIGITS
 
 
@@ -30,7 +30,7 @@ def _plain_json(data: dict[str, Any]) -> dict[str, Any]:
 
 
 PromptData = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-"""What the reward of a prompt needs: JSON, nested at most 32 levels deep."""
+"""Data for the scorers of a prompt, such as the gold answer: JSON, nested at most 32 levels deep."""
 
 
 class Prompt(StrictModel):
@@ -44,13 +44,13 @@ class Prompt(StrictModel):
 
 
 class PromptUpload(StrictModel):
-    """POST /v1/prompts: idempotent by prompt id; the same id with other content is refused."""
+    """POST /v1/prompts: store prompts. A known id is accepted with the same content; other content refuses them all."""
 
     prompts: list[Prompt] = Field(min_length=1, max_length=10_000)
 
 
 class PromptUploadReply(StrictModel):
-    """The changes that an upload made."""
+    """Reply to an upload: how many of its prompts were new or known, and how many prompts each split has now."""
 
     num_new: int
     num_same: int
@@ -59,39 +59,39 @@ class PromptUploadReply(StrictModel):
 
 
 PromptOrder = Literal["upload", "best", "worst", "most"]
-"""`best` and `worst` go by the mean reward of the stored rollouts, `most` by their number."""
+"""`upload`: in order of upload. `best`, `worst`: by mean reward of the stored rollouts. `most`: by their number."""
 
 
 class PromptInfo(StrictModel):
-    """One prompt, and the rollouts of it that are stored now."""
+    """One prompt, with numbers about its stored rollouts."""
 
     prompt_id: str
     task: str
     split: Split
     text: str
     text_cut: bool
-    """Whether `text` is only the beginning."""
+    """Whether `text` is only the beginning of the prompt's text."""
     data: dict[str, Any] | None
-    """What the scorer gets beside the text, such as the gold answer; None: in a page it is longer than texts may be."""
+    """Data for the scorer, such as the gold answer; None: left out of a page because it is longer than texts may be."""
     num_rollouts: int
     num_scored: int
     reward_mean: float | None
-    """Over the scored ones; so are these:"""
+    """Mean reward of the scored rollouts; None if there are none, as for the two below."""
     reward_min: float | None
     reward_max: float | None
 
 
 class PromptPage(StrictModel):
-    """GET /v1/prompts. Send `next` as `after` for the page behind this one; it is None at the end."""
+    """GET /v1/prompts. Send `next` as `after` to get the next page; it is None at the end."""
 
     prompts: list[PromptInfo]
     next: int | None
     num_matching: int
-    """Prompts on all pages."""
+    """Number of prompts on all pages together."""
 
 
 class PromptVersion(StrictModel):
-    """The stored rollouts of a prompt by one policy version."""
+    """Numbers about the stored rollouts of a prompt that one policy version generated."""
 
     version: VersionText
     num_rollouts: int
@@ -100,25 +100,25 @@ class PromptVersion(StrictModel):
 
 
 class PromptDetail(PromptInfo):
-    """GET /v1/prompts/{prompt_id}: the whole text, and the stored rollouts by version, oldest first."""
+    """GET /v1/prompts/{prompt_id}: one prompt with its whole text, and its rollouts by policy version, oldest first."""
 
     by_version: list[PromptVersion]
 
 
 MAX_LEASE_IDS = 4096
-"""Most leases in one return or renewal."""
+"""Most leases in one LeaseReturn or LeaseRenewal."""
 MAX_REFUSED_VERSIONS = 64
 
 
 class LeaseRequest(StrictModel):
-    """POST /v1/leases: claim up to `max_leases` visits, and no evaluation of `refused_versions`.
+    """POST /v1/leases: claim up to `max_leases` visits or evaluation units, but no evaluation of `refused_versions`.
 
-    A retry (the same `searcher_id` and `request_id`) is answered with the leases that the first request was granted, as
-    long as they are open: without that, a lost reply would leave leases that nobody works on until they expire.
+    A retry (the same `searcher_id` and `request_id`) gets the leases of the first request that are still open. Without
+    that, nobody would work on the leases of a lost reply until they expire.
 
-    With `wait_s` the reply waits, at most so long, until there is room for `min_leases` visits, an evaluation, another
-    version than `known_version`, or the end of the run; then there may be fewer leases, or none. The buffer holds a few
-    requests at a time and answers the others at once.
+    With `wait_s`, the buffer holds the request for at most that many seconds. It answers as soon as it can grant
+    `min_leases` visits or an evaluation, has a version other than `known_version`, or the run ends. The reply may then
+    hold fewer leases, or none. The buffer holds only a few requests at a time, and answers further ones at once.
     """
 
     searcher_id: Name
@@ -132,12 +132,11 @@ class LeaseRequest(StrictModel):
 
 
 class Lease(StrictModel):
-    """A claim on one visit of one prompt.
+    """A claim on one visit of one prompt, or on one prompt of an evaluation.
 
     `train`: sample `num_rollouts` completions with the newest weights and push them under `visit_id`.
-    `sample`, `greedy`: held-out evaluation `eval_id` with exactly `version`; report with POST /v1/evals/{id}/results.
-    `temperature` is the current sampling temperature (train), the policy temperature (sample), or 0 (greedy: the most
-    likely token).
+    `sample`, `greedy`: generate for evaluation `eval_id` with exactly `version`; post them to /v1/evals/{id}/results.
+    `temperature` is the current sampling temperature (train), the policy temperature (sample), or 0 (greedy).
     """
 
     lease_id: str
@@ -152,18 +151,18 @@ class Lease(StrictModel):
 
 
 class LeaseReply(StrictModel):
-    """`leases` may be empty; then `wait` names what is waited for and `retry_after_s` when to ask again."""
+    """Reply to a lease request. If `leases` is empty, `wait` names the wait, and `retry_after_s` says when to retry."""
 
     leases: list[Lease]
     latest_version: VersionText | None
-    """The latest version that searchers may sample with: the newest, or an older one (`sampling.lag_steps`)."""
+    """The version that searchers sample with: the newest one, or with `sampling.lag_steps` an older one."""
     run_state: RunState
     wait: str | None = None
     retry_after_s: float = 0.0
 
 
 class LeaseReturn(StrictModel):
-    """POST /v1/leases/return: give unfinished leases back (drain). Refused: the visit cannot be sampled, and ends."""
+    """POST /v1/leases/return: give unfinished leases back. Visits in `refused_lease_ids` cannot be sampled, and end."""
 
     searcher_id: Name
     lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
@@ -171,13 +170,13 @@ class LeaseReturn(StrictModel):
 
 
 class LeaseRenewal(StrictModel):
-    """POST /v1/leases/renew: the searcher still works on these leases; their deadline moves to `lease_s` from now."""
+    """POST /v1/leases/renew: extend leases that the searcher still works on, to `buffer.lease_s` from now."""
 
     searcher_id: Name
     lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)
 
 
 class LeaseRenewalReply(StrictModel):
-    """The leases that this searcher no longer holds: fulfilled, ended, or now held by another searcher."""
+    """Reply to a renewal: the leases that the searcher has lost (fulfilled, ended, or held by another searcher now)."""
 
     lost_lease_ids: list[str]

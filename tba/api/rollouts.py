@@ -11,11 +11,11 @@ from tba.fields import RunState, StrictModel, VersionText
 RolloutOrder = Literal["best", "worst", "newest", "oldest"]
 RewardStatus = Literal["scored", "pending", "failed"]
 EVICTED_KEY = "tba.num_evicted"
-"""Key in the file metadata of GET /v1/rollouts.parquet: how many rollouts were evicted before they were read."""
+"""Metadata key of the Parquet export: how many matching rollouts were evicted before the export read them."""
 
 
 class PushOutcome(StrictModel):
-    """The outcome of one rollout of a push."""
+    """The result for one rollout of a push: stored (`new`), known already (`duplicate`), or `refused` for a reason."""
 
     rollout_id: str | None
     outcome: Literal["new", "duplicate", "refused"]
@@ -23,7 +23,7 @@ class PushOutcome(StrictModel):
 
 
 class PushReply(StrictModel):
-    """One outcome per item, in order. `latest_version` and `run_state` are for searchers, as in a lease reply."""
+    """Reply to a push: one outcome per rollout, in order. For `latest_version` and `run_state` see `LeaseReply`."""
 
     outcomes: list[PushOutcome]
     latest_version: VersionText | None
@@ -31,7 +31,7 @@ class PushReply(StrictModel):
 
 
 class SpanInfo(StrictModel):
-    """Response tokens [start, end) were sampled by `version`."""
+    """A version span: response tokens [start, end) were sampled with the weights of `version`."""
 
     version: VersionText
     start: int
@@ -39,7 +39,7 @@ class SpanInfo(StrictModel):
 
 
 class SamplingInfo(StrictModel):
-    """The behaviour policy's settings; temperature 0 is greedy, top_p 1 and top_k 0 are off."""
+    """Settings of the behaviour policy. Temperature 0 means greedy; top_p 1 and top_k 0 mean off."""
 
     temperature: float
     top_p: float
@@ -49,62 +49,62 @@ class SamplingInfo(StrictModel):
 
 
 class RewardPart(StrictModel):
-    """The score of one scorer of the task, before weights."""
+    """The score of one scorer of the task, before its weight is applied."""
 
     name: str
     score: float
     weight: float | None
-    """Its weight in the recipe of the buffer service; None: the recipe has no such scorer (now)."""
+    """Weight of the scorer in the buffer's recipe; None: the recipe has no such scorer (any more)."""
 
 
 class TrainedStep(StrictModel):
     """An optimizer step that consumed a rollout."""
 
     version: VersionText
-    """The version that the step made: (lineage, step)."""
+    """(lineage, step) of the step."""
     at_s: float
-    """When it was acked, Unix seconds."""
+    """Time of its ack, Unix seconds."""
     advantage: float | None
     """A_j of the rollout in that step; None: the objective has none."""
     weight: float | None
-    """Mean weight of its tokens in that step; None: no pass was made for it, since it added nothing to the gradient."""
+    """Mean weight of its tokens in that step; None: no forward pass was made, since it has no share in the gradient."""
     skipped: str | None
-    """Why the step left the weights as they were."""
+    """Why the step left the weights unchanged; None: it was applied."""
     abandoned: bool
-    """A resume continued from an earlier step, so the active lineage does not have this one."""
+    """A resume went back to an earlier step, so the active lineage does not have this one."""
 
 
 class RolloutInfo(StrictModel):
-    """One stored rollout without its arrays. Times are Unix seconds."""
+    """One stored rollout without its token arrays. Times are Unix seconds."""
 
     rollout_id: str
     task: str
     prompt_id: str
     visit_id: str
     version: VersionText
-    """The oldest version that made a token of it: policy age is measured from there."""
+    """The oldest version that sampled a token of it; policy age is measured from this version."""
     version_spans: list[SpanInfo]
     policy_age_steps: int
-    """Optimizer steps between `version` and the active lineage now."""
+    """Optimizer steps between `version` and the current step of the active lineage."""
     prompt_text: str | None
-    """Cut to the same limit as the response text; None: the run no longer has the prompt."""
+    """Cut to the same length as the response text; None: the run no longer has the prompt."""
     prompt_data: dict[str, Any] | None = None
-    """What the scorer gets beside the text, such as the gold answer; None: the run no longer has the prompt, or in a
-    page it is longer than texts may be."""
+    """Data for the scorer, such as the gold answer. None: the run no longer has the prompt, or the data is left out of
+    a page because it is longer than texts may be."""
     num_prompt_tokens: int
     num_response_tokens: int
     response_text: str
     response_text_cut: bool
-    """Whether `response_text` is only the beginning."""
+    """Whether `response_text` is only the beginning of the response."""
     finish_reason: str
     reward: float | None
     reward_status: RewardStatus
     reward_reason: str | None
     reward_version: str | None
     reward_parts: list[RewardPart] | None = None
-    """None: the reward is the score of the only scorer, or there is no score."""
+    """None: the task has one scorer, whose score is the reward, or there is no score."""
     num_batches: int = 0
-    """Batches that drew it, and that are neither void nor abandoned."""
+    """Number of batches with this rollout, without void and abandoned batches."""
     sampling: SamplingInfo
     searcher_id: str
     started_at_s: float
@@ -112,20 +112,20 @@ class RolloutInfo(StrictModel):
 
 
 class RolloutPage(StrictModel):
-    """GET /v1/rollouts. Send `next` as `cursor` for the page after this one; it is None at the end.
+    """GET /v1/rollouts. Send `next` as `cursor` to get the next page; it is None at the end.
 
-    With a filter that the index does not hold (`searcher_id`, `finish_reason`, `contains`) a request reads at most
-    20,000 rollouts: then a page may hold fewer than `limit`, even none, and `next` continues behind the last one read.
+    The index cannot filter by `searcher_id`, `finish_reason` and `contains`. With these, a request reads at most 20,000
+    rollouts: the page may hold fewer than `limit`, even none, and `next` continues after the last one that was read.
     """
 
     rollouts: list[RolloutInfo]
     next: str | None
     num_read: int = 0
-    """Stored rollouts that were read for this page."""
+    """Number of stored rollouts that were read for this page."""
 
 
 class RefLogprobInfo(StrictModel):
-    """Sum of the reference's log-probs over the response, and the reference version it was computed under."""
+    """Sum of the ref log-probs of the response tokens, and the version of the reference that computed them."""
 
     value: float
     version: VersionText
@@ -141,6 +141,6 @@ class RolloutDetail(RolloutInfo):
     token_texts: list[str] | None = None
     """The text that each response token adds; None: this service has no tokenizer of the model."""
     trained: list[TrainedStep] = Field(default_factory=list)
-    """The kept steps that consumed it, oldest first."""
+    """Steps that consumed it, oldest first, as far back as their advantages are kept."""
     trained_since: VersionText | None = None
-    """The oldest step whose advantages are kept; the ledger has older ones, without. None: no step is kept."""
+    """The oldest step whose advantages are kept; older steps are only in the ledger. None: no step is kept."""

@@ -1,4 +1,4 @@
-"""The run: live settings, number of searchers, components and waits, state and its changes, events."""
+"""Bodies about the run: live settings, number of searchers, components and waits, its state and the changes of it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tba.wire.codec import new_id
 Role = Literal["operator", "trainer"]
 MAX_CHANGES_PER_PAGE = 1000
 SETTINGS_HEADER = "tba-settings-revision"
-"""Header of the replies to draws, acks and changes: the newest revision."""
+"""Reply header with the newest revision of the live settings, on draws, acks and changes of settings."""
 
 
 class SettingsRequest(StrictModel):
-    """PATCH /v1/run/settings: change the settings that `settings` names; null there means "as the recipe says" again.
+    """PATCH /v1/run/settings: change the settings that `settings` names; null returns a setting to the recipe's value.
 
-    The same request again (same `request_id`) changes nothing and is answered as the run is now. A trainer gives its
-    fencing `token`. With `revision` they change only while that is the newest one (409 otherwise), so that a client
-    which computes new values from the current ones overwrites no change in between.
+    A repeated request (same `request_id`) changes nothing, and gets the current settings. A trainer gives its fencing
+    `token`. With `revision`, settings change only if that is the newest revision; otherwise the reply is 409. So a
+    client that computes new values from the current ones never overwrites a change that it has not seen.
     """
 
     settings: LiveSettings
@@ -45,31 +45,31 @@ class SettingsRequest(StrictModel):
 
 
 class SettingChange(StrictModel):
-    """One setting, before and after; null: as the recipe says."""
+    """One live setting before and after a change; null: the recipe's value."""
 
     old: Schedule | int | float | None
     new: Schedule | int | float | None
 
 
 class Audit(StrictModel):
-    """A change that somebody made: when, why, and where the run stood."""
+    """Base of the records of changes: when and why a change was made, and the lineage and step of the run then."""
 
     at_s: float
     reason: str | None
     lineage: int
     step: int
-    """The last acked step at the time."""
+    """The last acked step at that time."""
 
 
 class SettingsAudit(Audit):
-    """One change of live settings. The ledger says with which revision each step was made."""
+    """One change of live settings. The ledger has the revision with which each step was made."""
 
     revision: int
     role: Role
     changes: dict[LiveName, SettingChange]
 
     def line(self) -> str:
-        """Return the change as text for people."""
+        """Return the change as one line of text for people."""
         what = ", ".join(
             f"{name} {setting_text(change.old)} -> {setting_text(change.new)}" for name, change in self.changes.items()
         )
@@ -83,41 +83,40 @@ class SettingsInfo(StrictModel):
     revision: int
     """Number of the last change; 0: there was none."""
     settings: LiveSettings
-    """The changed settings; null: as the recipe says."""
+    """The settings that differ from the recipe; null: the recipe's value."""
     recipe: LiveSettings
-    """As the recipe says."""
+    """The values of the recipe."""
     now: dict[LiveName, float]
-    """The values for the next step."""
+    """The values for the next step, with schedules evaluated."""
     changes: list[SettingsAudit]
     next: int | None
-    """Send it as `after` for the changes that follow; null at the end."""
+    """Send it as `after` to get the changes that follow; null at the end."""
 
 
 SearcherSource = Literal["operator", "recipe", "run-over"]
 
 
 class SearchersInfo(StrictModel):
-    """The searchers as GET /v1/run shows them."""
+    """The desired and the actual number of searchers, as GET /v1/run shows them."""
 
     revision: int
-    """Number of the last change that was asked for; 0: there was none."""
+    """Number of the last requested change; 0: there was none."""
     desired: int | None
-    """The desired number; null: tba does not start or stop searchers (`scaling.backend = "none"`), or the Kubernetes
-    API has not answered yet."""
+    """The desired number of searchers; null: tba does not start or stop them (`scaling.backend = "none"`)."""
     source: SearcherSource | None
-    """Where that number is from: an operator (`tba scale`), the recipe (`tba run`), the Deployment itself (its chart,
-    or an edit), or the end of the run, which scales down to 0."""
+    """Origin of `desired`. `operator`: a request (`tba scale`). `recipe`: `scaling.num_searchers` with Kubernetes, else
+    `searcher.num_searchers`. `run-over`: the end of the run, which scales down to 0."""
     alive: int
-    """Searchers that send heartbeats and have not ended."""
+    """Number of searchers that send heartbeats and have not ended."""
     backend: Literal["none", "local", "kubernetes"]
     note: str | None = None
-    """An obstacle, or a change that was made without a request."""
+    """An obstacle to scaling, or a change that was made without a request."""
 
 
 class ScaleRequest(StrictModel):
-    """PATCH /v1/run/searchers; null: the number of the recipe or the chart again.
+    """PATCH /v1/run/searchers: change the number of searchers; null returns to the number of the recipe or the chart.
 
-    The same request again (same `request_id`) changes nothing and is answered as the run is now.
+    A repeated request (same `request_id`) changes nothing, and gets the current numbers.
     """
 
     num_searchers: Integer | None = Field(ge=0)
@@ -126,7 +125,7 @@ class ScaleRequest(StrictModel):
 
 
 class ScaleAudit(Audit):
-    """One change of the number of searchers; null: as the recipe or the chart says."""
+    """One change of the number of searchers; null: the number of the recipe or the chart."""
 
     revision: int
     role: Literal["operator"]
@@ -135,22 +134,22 @@ class ScaleAudit(Audit):
 
 
 class ScalingInfo(StrictModel):
-    """GET /v1/run/searchers?after=REVISION: the searchers, and the changes after a revision, oldest first."""
+    """GET /v1/run/searchers?after=REVISION: number of searchers, and its changes after a revision, oldest first."""
 
     searchers: SearchersInfo
     changes: list[ScaleAudit]
     next: int | None
-    """Send it as `after` for the changes that follow; null at the end."""
+    """Send it as `after` to get the changes that follow; null at the end."""
 
 
 ACKNOWLEDGED_HEADER = "tba-acknowledged"
-"""Header of heartbeats and their replies: how much was acknowledged, and by which start of the buffer."""
+"""Header of heartbeats and their replies: number of acknowledged changes, and the start of the buffer that counted."""
 AuditRole = Role | Literal["buffer"]
-"""The author of a change of the run: a person, the trainer, or the buffer, if rewards can never be known."""
+"""The author of a change of the run: an operator, the trainer, or the buffer (when rewards can never be known)."""
 
 
 class ComponentWait(StrictModel):
-    """The wait of a component: its name, how long it has lasted, and how long it may last."""
+    """The named wait of a component: seconds since it began, and seconds until its deadline."""
 
     name: str
     for_s: float
@@ -158,29 +157,29 @@ class ComponentWait(StrictModel):
 
 
 class WaitInfo(ComponentWait):
-    """A wait with its owner."""
+    """A wait, and the component that waits (`owner`)."""
 
     owner: str
     kind: str | None = None
-    """Kind of the owner."""
+    """Kind of the component that waits."""
 
 
 ENDED = frozenset({"ended", "done", "stopped"})
-"""Last states of components that ended cleanly. One that disappears in another state counts as silent."""
+"""Last states of components that ended cleanly. One that stops sending heartbeats in another state counts as silent."""
 
 
 class ComponentInfo(StrictModel):
-    """One component: a searcher, trainer or launcher as its last heartbeat showed it, the buffer itself, or the reward
-    service as the buffer's request to its /readyz found it."""
+    """One component: a searcher, trainer or launcher by its last heartbeat, the reward service by its last answer to
+    the buffer's GET /readyz, or the buffer itself."""
 
     component_id: str
     kind: str
     state: str
     version: VersionText | None
-    """Version of its weights."""
+    """Version of the weights that it holds."""
     alive: bool
     heartbeat_age_s: float
-    """Time since its last sign of life."""
+    """Seconds since its last heartbeat or answer."""
     gauges: dict[str, float]
     wait: ComponentWait | None = None
     """Its current wait, if it is alive."""
@@ -189,36 +188,35 @@ class ComponentInfo(StrictModel):
 
 
 class RunChange(Audit):
-    """One change of the state of the run. No batch is drawn after a pause or stop; the step under way is finished."""
+    """One change of the state of the run. After a pause or stop no batch is drawn, but the current step is finished."""
 
     number: int
     command: Literal["pause", "resume", "stop", "done", "fail", "lineage", "accept-loss", "rollback"]
-    """`lineage`: a trainer continued a run that was stopping or over, or did what `rollback` asked for. `accept-loss`
-    and `rollback` leave the state as it is."""
+    """`lineage`: a trainer continued a run that was stopping or over, or carried out a `rollback`. `accept-loss` and
+    `rollback` do not change the state."""
     role: AuditRole
     old: RunState
     new: RunState
     num_lost: int | None = None
-    """accept-loss: acknowledged changes that Redis did not have; 0: their number is unknown."""
+    """With `accept-loss`: number of acknowledged changes that Redis has lost; 0: their number is unknown."""
     rollback: VersionText | None = None
-    """The checkpoint that an operator's rollback was to return to: it was asked for (`rollback`), done (`lineage`), or
-    withdrawn because the run ended before (`stop`, `fail`)."""
+    """The checkpoint of an operator's rollback, which was requested (`rollback`), carried out (`lineage`), or withdrawn
+    because the run ended first (`stop`, `fail`)."""
 
 
 class RunChanges(StrictModel):
-    """GET /v1/run/changes?after=NUMBER: the changes of the state after one of them, oldest first."""
+    """GET /v1/run/changes?after=NUMBER: the changes of the run's state after a given one, oldest first."""
 
     changes: list[RunChange]
     next: int | None
-    """Send it as `after` for the changes that follow; null at the end."""
+    """Send it as `after` to get the changes that follow; null at the end."""
 
 
 class RollbackRequest(StrictModel):
-    """Return to the newest checkpoint of the active lineage, or of those that it descends from, that is at or before
-    `step`. The trainer does so at its next step boundary, in a new lineage.
+    """Have the trainer return to the newest checkpoint at or before `step`, of the active lineage or its ancestors.
 
-    The same request again (same `request_id`) changes nothing, also after up to 30 others, and neither does another one
-    for the checkpoint that a waiting one returns to.
+    The trainer does so before its next step, in a new lineage. A repeated request (same `request_id`) changes nothing,
+    unless more than 30 others came in between. Nor does a request for the same checkpoint as a waiting rollback.
     """
 
     step: Integer = Field(ge=0, le=MAX_STEP)
@@ -227,12 +225,12 @@ class RollbackRequest(StrictModel):
 
 
 class RollbackInfo(StrictModel):
-    """A rollback that waits for the trainer."""
+    """A requested rollback that the trainer has not begun."""
 
     version: VersionText
-    """The checkpoint that it returns to; where that turns out to be gone or damaged, an older one."""
+    """The checkpoint to return to; if it is missing or damaged, the trainer takes an older one."""
     step: int
-    """As it was asked for."""
+    """The step of the request."""
     reason: str | None
     at_s: float
     request_id: Name
@@ -245,52 +243,51 @@ class RunInfo(StrictModel):
     state: RunState
     state_reason: str | None
     note: str | None = None
-    """A note for people, such as that no trainer is there. It does not change the state."""
+    """A note for people, for example that no trainer is running. It does not change the state."""
     read_only: bool = False
-    """This is a view of the files of a run that is over (`buffer.read_only`, whose text is the note): nothing of it is
-    alive, and every write is refused."""
+    """Whether this is a view of the files of a finished run (`buffer.read_only`, whose text is in `note`). Then no
+    component is alive, and every write is refused."""
     loss: str | None = None
-    """The acknowledged changes that Redis has lost; writes are refused until they are back, or an operator accepts the
-    loss."""
+    """Text about acknowledged changes that Redis has lost. Writes are refused until they are back, or until an operator
+    accepts the loss. None: none are missing."""
     num_lost_changes: int = 0
-    """Acknowledged changes that Redis lost and an operator accepted as lost."""
+    """Number of acknowledged changes that Redis has lost and an operator has accepted as lost."""
     last_change: RunChange | None = None
-    """The change that brought the run into this state; None: it is as it began."""
+    """The change that brought the run into this state; None: the state has never changed."""
     step: int
     num_steps: int | None = None
-    """Optimizer steps that the recipe asks for; None: not known."""
+    """`trainer.num_steps` of the recipe; None: not known."""
     max_policy_age_steps: int | None = None
-    """`buffer.max_policy_age_steps`: older rollouts are evicted; None: there is no bound."""
+    """`buffer.max_policy_age_steps`: older rollouts are evicted; None: no limit."""
     lineage: int
     parents: dict[int, VersionText]
     latest_version: VersionText | None
     """The newest published version."""
     sampling_version: VersionText | None = None
-    """The version that searchers sample with: the newest one, or an older one (`sampling.lag_steps`)."""
+    """The version that searchers sample with: the newest one, or with `sampling.lag_steps` an older one."""
     checkpoint: VersionText | None
     checkpoint_key: str | None
     constants: dict[str, JsonValue] = Field(default_factory=dict)
-    """Settings that are constant within a run (`run.name`, `model.path`, ...), as the buffer's recipe has them."""
+    """Settings that are constant within a run (`run.name`, `model.path`, ...), from the buffer's recipe."""
     num_rollbacks: int = 0
-    """Lineages that began with the rollback of an alarm; an operator's are not counted: the
-    bound of three is for what guards do by themselves."""
+    """Number of rollbacks by alarms, which guards limit to three. Rollbacks by operators are not counted."""
     rollback: RollbackInfo | None = None
-    """The rollback that an operator has asked for and no trainer has begun."""
+    """An operator's rollback that no trainer has begun yet."""
     components: list[ComponentInfo]
     waits: list[WaitInfo]
     evals: list[EvalInfo]
     best: BestVersion | None = None
-    """None: no finished evaluation knows `eval.best_metric`."""
+    """The best version so far; None: no finished evaluation has a value of `eval.best_metric`."""
     origin: OriginInfo | None = None
-    """The snapshot that the run began with; None: with nothing stored."""
+    """The snapshot that the run began with; None: it began with an empty buffer."""
     searchers: SearchersInfo | None = None
-    """The desired and the alive searchers; the services always send it."""
+    """Number of desired and of alive searchers; the services always send it."""
     summary: RunSummary | None = None
-    """None: it was not asked for."""
+    """The state of the run in sentences; None: the request did not ask for it."""
 
 
 class RunCommand(StrictModel):
-    """Why the run is changed; `reason` is shown to people. A trainer sends its fencing `token`."""
+    """Fields of all commands that change the run. `reason` is shown to people; a trainer sends its fencing `token`."""
 
     reason: Reason | None = None
     token: Name | None = None
@@ -300,13 +297,13 @@ CommandName = Literal["pause", "resume", "stop", "done", "fail", "accept-loss", 
 
 
 class CommandRequest(RunCommand):
-    """POST /v1/run: change the run.
+    """POST /v1/run: change the state of the run. Each command is allowed to these roles:
 
-    pause, resume, stop   an operator; pause also the trainer
-    done, fail            the trainer
-    accept-loss           an operator: continue without the acknowledged data that Redis has lost
-    rollback              an operator: the trainer returns to the newest checkpoint at or before `step`. `request_id`
-                          is that of `RollbackRequest`
+    pause                 operator, trainer
+    resume, stop          operator
+    done, fail            trainer
+    accept-loss           operator: continue without the acknowledged data that Redis has lost
+    rollback              operator: return to the newest checkpoint at or before `step` (`RollbackRequest`)
     """
 
     command: CommandName

@@ -1,4 +1,4 @@
-"""The reward service (scores, errors, tasks), and the job that scores stored rollouts again."""
+"""Bodies of the reward service (scores, errors, tasks), and of the buffer's re-scoring job."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
 from tba.wire.rollout import FinishReason
 
 MAX_SCORE_ITEMS = 1024
-"""Most completions in one request. The service refuses more, and both clients of it cut their requests there."""
+"""Most completions in one request. The service refuses more; searcher and buffer split larger requests."""
 MAX_SCORE_BODY_BYTES = 16 * 1024 * 1024
-"""Most bytes of one request; likewise."""
+"""Most bytes of one request. The service refuses more; searcher and buffer split larger requests."""
 ScoreReason = Literal[
     "abstained",
     "ambiguous",
@@ -32,20 +32,20 @@ ScoreReason = Literal[
     "unknown_task",
     "unreachable",
 ]
-"""Why a score is unknown; docs/rewards.md says what each means."""
+"""Reasons why a score is unknown (docs/rewards.md)."""
 TRANSIENT_REASONS: frozenset[ScoreReason] = frozenset({"crashed", "out_of_memory", "timeout", "unreachable"})
-"""Reasons that may have been chance: a retry is worth it."""
+"""Reasons that may be transient, so that a retry may succeed."""
 ANSWER_REASONS: frozenset[ScoreReason] = frozenset({"ambiguous", "out_of_memory", "too_long", "too_slow"})
-"""Reasons that the response causes, and neither the rule nor the prompt's data."""
+"""Reasons that lie in the response itself, not in the scoring rule or the prompt's data."""
 HANG_REASONS: frozenset[ScoreReason] = frozenset({"timeout", "too_slow"})
-"""Reasons that one item may keep all others waiting for."""
+"""Reasons after which one item may have kept the other items of its request waiting."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
-"""Reasons that say nothing about the item: its scorer is away. The item is pending, not failed, and is scored later."""
+"""Reasons that concern the scorer, which does not answer, and not the item: it stays pending and is scored later."""
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 STARTING = "it is starting"
-"""Health of a scorer until its first attempt to start has ended; later texts say what is wrong."""
+"""Health text of a scorer until its first attempt to start has ended."""
 
 
 class ScoreItem(StrictModel):
@@ -68,14 +68,14 @@ class ScoreRequest(StrictModel):
 
 
 class ScoreError(StrictModel):
-    """Why there is no score. Never a number."""
+    """The reason why an item has no score."""
 
     reason: ScoreReason
     detail: str
 
 
 def reward_error(reward: object) -> ScoreError | None:
-    """Return why a number cannot be a reward; None if it can, and for what is no number."""
+    """Return the error for a number that is NaN, infinite or too large for a reward; None for any other value."""
     if not isinstance(reward, int | float) or isinstance(reward, bool) or is_bounded(reward):
         return None
     if isinstance(reward, float) and not math.isfinite(reward):
@@ -85,9 +85,9 @@ def reward_error(reward: object) -> ScoreError | None:
 
 
 class ScoreResult(StrictModel):
-    """Exactly one of `reward` and `error`.
+    """The result of one item: either `reward` or `error`.
 
-    A reward that is no bounded number (tba/fields.py) is read as an error, so that it costs no other item of the reply.
+    A reward that is NaN, infinite or beyond MAX_NUMBER is read as an error, so that the rest of the reply stays valid.
     """
 
     item_id: str
@@ -116,13 +116,13 @@ class ScoreResult(StrictModel):
 
 
 class ScoreReply(StrictModel):
-    """One result per item, in order."""
+    """Reply to POST /v1/score: one result per item, in the order of the request."""
 
     results: list[ScoreResult]
 
 
 class ScorerInfo(StrictModel):
-    """One part of a task's reward."""
+    """One scorer of a task, which gives one part of the reward."""
 
     name: str
     kind: str
@@ -138,7 +138,7 @@ class RewardInfo(StrictModel):
     task: str
     version: str
     health: str
-    """`ok`; `idle` until the first item starts the scorer; or a text that says what is wrong."""
+    """`ok`; `idle` before the first item, which starts the scorer; or a sentence about the problem."""
     scorers: list[ScorerInfo] = Field(default_factory=list)
 
 
@@ -153,16 +153,16 @@ RescoreState = Literal["running", "done"]
 
 
 class RescoreRequest(StrictModel):
-    """POST /v1/rescore: score the stored rollouts again: all, or those of one task or one reward status."""
+    """POST /v1/rescore: score stored rollouts again, all of them or only one task or reward status."""
 
     task: Name | None = None
     only: RescoreOnly = "all"
 
 
 class RescoreInfo(StrictModel):
-    """GET /v1/rescore: the job that runs, or the last one.
+    """GET /v1/rescore: the re-scoring job that is running, or else the last one.
 
-    It takes the rollouts that are stored when it starts, oldest first; it ends when `num_done + num_gone == num_total`.
+    A job scores the rollouts that are stored when it starts, oldest first, until `num_done + num_gone == num_total`.
     """
 
     state: RescoreState
@@ -171,26 +171,26 @@ class RescoreInfo(StrictModel):
     started_at_s: float
     finished_at_s: float | None = None
     start_position: int
-    """Log position at the start; the job leaves younger rollouts alone."""
+    """Log position at the start of the job; it does not score later rollouts."""
     position: int = 0
-    """Log position of the last rollout that is done."""
+    """Log position of the last rollout that the job has handled."""
     num_total: int
     num_done: int = 0
-    """Scored again; of these:"""
+    """Rollouts scored again so far."""
     num_changed: int = 0
-    """have another reward than before, or one where there was none, or none where there was one."""
+    """Rollouts scored again whose reward differs from before: another number, newly known, or no longer known."""
     num_failed: int = 0
-    """could not be scored: their reward is unknown now."""
+    """Rollouts scored again whose scoring failed, so that their reward is unknown now."""
     num_gone: int = 0
-    """Evicted before they were reached, or scored by somebody else in a job about pending ones."""
+    """Rollouts that were evicted before their turn or, in a job about pending ones, scored by somebody else."""
     num_known_before: int = 0
     num_known_after: int = 0
     mean_reward_before: float | None = None
-    """Over the `num_known_before` rollouts that had a reward."""
+    """Mean over the `num_known_before` rollouts that had a reward before."""
     mean_reward_after: float | None = None
-    """Over the `num_known_after` rollouts that have one now."""
+    """Mean over the `num_known_after` rollouts that have a reward now."""
     reward_versions: dict[str, int] = Field(default_factory=dict)
-    """Version of the reward -> rollouts it has scored."""
+    """Version of the reward -> number of rollouts that it has scored."""
     wait: WaitInfo | None = None
     problem: str | None = None
-    """Why the reward service cannot be asked now."""
+    """Why the reward service cannot be reached now; None: it can."""

@@ -11,7 +11,7 @@ from tba.wire.snapshot_manifest import NAME_PATTERN, SOURCE_PATTERN
 
 
 class SnapshotRequest(StrictModel):
-    """POST /v1/snapshots: save the buffer under a name that no snapshot of this run has."""
+    """POST /v1/snapshots: save the content of the buffer under a name that is new in this run."""
 
     name: str = Field(pattern=NAME_PATTERN)
 
@@ -31,7 +31,7 @@ class SnapshotInfo(StrictModel):
 
 
 class LoadRequest(StrictModel):
-    """POST /v1/snapshots/load: begin this run with a snapshot.
+    """POST /v1/snapshots/load: begin this run with the rollouts of a snapshot.
 
     With `version` the run is a fork: it takes the rollouts up to that version's publication, and its trainer starts
     from that version's weights.
@@ -52,14 +52,14 @@ class OriginInfo(StrictModel):
     reason: str | None = None
     num_rollouts: int | None = None
     num_checked: int = 0
-    """Rollouts checked so far; loading begins after the last one."""
+    """Rollouts checked so far; loading begins when all are checked."""
     num_loaded: int = 0
     lineage: int = 0
     """The last lineage of the snapshot; the lineages of this run come after it."""
     start_params_sha256: str | None = None
-    """Digest of the starting model of the snapshot's run, if known: this run must have the same one."""
+    """Digest of the starting model of the snapshot's run, if known; this run must have the same starting model."""
 
     @property
     def run(self) -> str:
-        """The run that the snapshot is of."""
+        """Name of the run whose buffer the snapshot holds."""
         return self.source.partition("/")[0]

@@ -1,4 +1,4 @@
-"""What people look at: counts, curves, where the run stands in sentences, weight versions."""
+"""Replies for people who watch a run: counts, curves, a summary in sentences, weight versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_DECILES = 11
 
 
 class Rates(StrictModel):
-    """Rollouts and completion tokens per second over the last `window_s` seconds, as this process has counted them."""
+    """Rollouts and completion tokens per second, counted by this process over the last `window_s` seconds."""
 
     window_s: float
     generated_per_s: float
@@ -23,56 +23,53 @@ class Rates(StrictModel):
 
 
 class StoredStats(StrictModel):
-    """The stored rollouts in detail, at `log_position`; for large buffers it may be seconds old.
-
-    Deciles are eleven occurring values, from the smallest to the largest (nearest rank); none if nothing is stored.
-    """
+    """Details of the stored rollouts at `log_position`; for large buffers they may be seconds old."""
 
     log_position: int
     by_version: dict[VersionText, int]
-    """Policy version (the oldest of a rollout's) -> rollouts; the newest 50 versions."""
+    """Policy version -> number of rollouts, for the newest 50 versions. A rollout counts for its oldest version."""
     num_of_older_versions: int
-    """Rollouts of all versions that `by_version` leaves out."""
+    """Number of rollouts of the versions that `by_version` leaves out."""
     reward_deciles: list[float] | None = Field(min_length=NUM_DECILES, max_length=NUM_DECILES)
-    """Of the scored rollouts."""
+    """Rewards of the scored rollouts: smallest, nine deciles (nearest rank), largest; None if nothing is scored."""
 
 
 class TokenTotals(StrictModel):
     """Completion tokens since the run began."""
 
     generated: int
-    """Of rollouts that the buffer has stored."""
+    """Tokens of all rollouts that the buffer has ever stored."""
     trained: int
-    """Of what steps trained on; a rollout that was trained on twice counts twice."""
+    """Tokens of the rollouts that steps trained on; those of a rollout that was trained on twice count twice."""
 
     def line(self) -> str:
-        """Return them as text for people."""
+        """Return both numbers as one line of text for people."""
         return f"tokens: {self.generated:,} generated, {self.trained:,} trained"
 
 
 class FailedReason(StrictModel):
-    """Why rollouts have no score."""
+    """A reason why rollouts have no score, and how many have that reason."""
 
     reason: str
-    """Such as `bad_data` (docs/rewards.md)."""
+    """For example `bad_data` (docs/rewards.md)."""
     num: int
     example: str
-    """The whole text that most of them have, with the detail."""
+    """The most frequent full text of this reason, with its detail."""
 
 
 class Stats(StrictModel):
-    """GET /v1/stats: what is stored now, and the counts since the run began; of a snapshot these are None or empty."""
+    """GET /v1/stats: what is stored now, and counts since the run began; those are None or empty for a snapshot."""
 
     run: str
     num_rollouts: int
-    """Stored now; scored, pending and failed add up to it."""
+    """Rollouts stored now: scored, pending and failed ones together."""
     num_scored: int
     num_pending: int
     num_failed: int
     failed_reasons: list[FailedReason] = Field(default_factory=list)
-    """Of the newest 500 of these, the commonest first; they may be seconds old."""
+    """Reasons of the newest 500 failed rollouts, the most frequent first; the counts may be seconds old."""
     num_used_up: int = 0
-    """Of the scored ones: those that were in `sampling.max_uses` batches, and are not drawn again."""
+    """Scored rollouts that have been in `sampling.max_uses` batches, and are therefore not drawn again."""
     num_prompts_train: int
     num_prompts_heldout: int
     num_prompts_seen: int
@@ -103,50 +100,50 @@ class Stats(StrictModel):
     batches_skipped: dict[str, int] = Field(default_factory=dict)
     """Reason -> batches that a step consumed without training on them."""
     trained_steps: dict[str, int] = Field(default_factory=dict)
-    """Steps of which is known what became of each rollout: kept now, and dropped."""
+    """Number of steps with a record of each rollout's advantage and weight: how many are kept, and dropped."""
     samples_per_insert: float | None
-    """Trained per generated rollout."""
+    """Rollouts trained / rollouts generated."""
     slots: dict[str, int]
-    """Slots of drawn batches: total, recent, replay and fallback; and their rollouts, distinct_rollouts."""
+    """Numbers of slots in drawn batches (total, recent, replay, fallback), of their rollouts, and distinct_rollouts."""
     unique_ratio: float | None = None
-    """Distinct rollouts of each group, per drawn rollout."""
+    """Distinct rollouts, counted within each group / drawn rollouts."""
     realised_most_on_policy: float | None
     """Share of slots that drew from recent data."""
     mean_reward_recent: float | None
     policy_age_histogram: dict[int, int]
-    """Policy age in steps when a step consumed them -> rollouts."""
+    """Policy age, in steps, at the step that consumed a rollout -> number of rollouts."""
     tokens: TokenTotals | None = None
     component_seconds: dict[str, float] = Field(default_factory=dict)
-    """Kind of component -> seconds that components of this kind were there, added up, as their heartbeats show."""
+    """Kind of component -> seconds of presence, summed over all components of the kind, by their heartbeats."""
     rates: Rates | None = None
     """None during the first second."""
     stored: StoredStats | None = None
 
 
 class Curves(StrictModel):
-    """Metrics of the acked steps of the active history, oldest first; abandoned steps are left out.
+    """Metrics of the acked steps of the active lineage and its ancestors, oldest first, without abandoned steps.
 
-    Point i stands for the steps from `first_steps[i]` to `steps[i]`: with more steps than points, `num_steps_per_point`
-    neighbours are one point, with the mean of their known values.
+    Point i stands for the steps from `first_steps[i]` to `steps[i]`. Where there are more steps than points, each point
+    is the mean of the known values of `num_steps_per_point` successive steps.
     """
 
     names: list[str]
-    """Every metric that any step has."""
+    """Names of all metrics that any step has."""
     num_steps: int
-    """Steps in the range that was asked for."""
+    """Number of steps in the range that was asked for."""
     num_steps_per_point: int = Field(ge=1)
     first_steps: list[int]
     steps: list[int]
     at_s: list[float]
-    """When the last step of each point was acked, Unix seconds."""
+    """Time at which the last step of each point was acked, Unix seconds."""
     values: dict[str, list[float | None]]
     """Name -> one value per point; None: no step of the point knows it."""
     num_abandoned: int
-    """Steps that resumes have abandoned."""
+    """Number of steps that resumes have abandoned."""
 
 
 class RunSummary(StrictModel):
-    """What a run does, how it learns, what waits for what, and what to try: one sentence each."""
+    """The state of a run for people, one sentence each: its activity, its learning, its waits, and advice."""
 
     doing: str
     learning: str | None
@@ -154,24 +151,24 @@ class RunSummary(StrictModel):
     waiting: str | None
     """None: nothing has waited for longer than a moment."""
     advice: str | None
-    """None: nothing calls for it."""
+    """What to change; None: there is nothing to advise."""
 
     @property
     def text(self) -> str:
-        """The sentences, one after the other."""
+        """All sentences in one text."""
         return " ".join(part for part in (self.doing, self.learning, self.waiting, self.advice) if part)
 
 
 class WeightVersionInfo(StrictModel):
-    """One published weight version, as its manifest says."""
+    """One published weight version, from its manifest."""
 
     version: VersionText
     parent: VersionText | None
     """The version that its lineage continued from, or None."""
     published_at_s: float
-    """When its manifest was made, Unix seconds."""
+    """Time at which its manifest was made, Unix seconds."""
     num_bytes: int
-    """Of its tensors; config and tokenizer are shared by versions and small."""
+    """Bytes of its tensors, without the (small) files of config and tokenizer."""
     dtype: str
 
 

@@ -20,18 +20,18 @@ ObjectKey = Annotated[str, Field(pattern=f"^{PART}(/{PART})*$", max_length=MAX_K
 
 
 class LineageRequest(StrictModel):
-    """POST /v1/lineages: a trainer starts. `parent` is the version it starts from.
+    """POST /v1/lineages: start a lineage, as every start and every rollback of a trainer does.
 
-    The same `request_id` again, however late, is answered with the same lineage and token, and changes nothing. Every
-    start makes its own; it is a secret, because a request with it is answered with the token.
+    A request with a known `request_id`, however late, gets the same lineage and token, and changes nothing. Every start
+    makes a `request_id` of its own. It is a secret, because a request with it is answered with the token.
 
-    A resume no longer starts from a registered checkpoint of a later step than `parent`, but from the checkpoint of
-    `parent` at `checkpoint_key`, or from the start of the run if there is none. `rollback`: an alarm of the previous
-    lineage led to this start, which is counted. `obeys`: the request id of the operator's rollback that this start
-    does; it no longer waits, and where it does not wait, the start is refused. `fails`: nothing is left that it could
-    return to, and the run fails for this reason in the same call. `in_process`: the trainer's process has trained the
-    lineage before this one; a stop or a failure that came between the two stays, where a process that starts continues
-    the run.
+    `parent`: the version that the trainer starts from. Registered checkpoints of later steps are no longer resumed
+    from. `checkpoint_key`: the checkpoint of `parent`, for a later resume; None: it begins at the start of the run.
+    `rollback`: an alarm of the previous lineage caused this start; such starts are counted. `obeys`: the request id of
+    the operator's rollback that this start carries out; the start is refused if that rollback is not waiting.
+    `fails`: no checkpoint is left to return to, so the run fails in the same call, for this reason. `in_process`: the
+    process that trained the previous lineage goes on, so a stop or failure of the run in between stays in force. A new
+    process continues the run instead.
     """
 
     trainer_id: Name
@@ -60,31 +60,31 @@ class VersionRequest(StrictModel):
 
 
 class VersionReply(StrictModel):
-    """Where in the log the announcement stands."""
+    """Reply to an announcement: the log position of the publication."""
 
     log_position: int
 
 
 class CheckpointRequest(StrictModel):
-    """POST /v1/checkpoints: a checkpoint is complete in the store; resume starts from the last one registered."""
+    """POST /v1/checkpoints: register a checkpoint that is complete in the store; a resume starts from the last one."""
 
     version: VersionText
     token: Name
     key: ObjectKey
     kept: list[VersionText] | None = None
-    """The checkpoints of this history that the trainer keeps: it deletes others after this call, so no rollback returns
-    to them. None: it deletes none."""
+    """The checkpoints of this lineage and its ancestors that the trainer keeps. It deletes the others after this call,
+    so no rollback may return to them. None: it deletes none."""
 
 
 class CheckpointList(StrictModel):
-    """GET /v1/checkpoints: what a rollback can return to."""
+    """GET /v1/checkpoints: the checkpoints that a rollback can return to."""
 
     versions: list[VersionText]
-    """The complete checkpoints that the active lineage wrote or descends from and keeps, newest first."""
+    """The complete checkpoints, kept by the trainer, of the active lineage and its ancestors, newest first."""
 
 
 class BatchRequest(StrictModel):
-    """POST /v1/batches: draw the batch for optimizer step `step` (1 is the first), waiting up to `wait_s`."""
+    """POST /v1/batches: draw the batch of optimizer step `step` (1 is the first); wait for it up to `wait_s`."""
 
     trainer_id: Name
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
@@ -94,10 +94,10 @@ class BatchRequest(StrictModel):
 
 
 class TrainedRollouts(StrictModel):
-    """What a step made of each rollout that it consumed; all three lists are equally long.
+    """The advantage and the weight of each rollout that a step consumed; the three lists are parallel.
 
-    `advantages`: A_j; null: the objective has none. `weights`: the mean weight of a rollout's tokens; null: no pass was
-    made for it. Refused rollouts are not in it.
+    `advantages`: A_j; null if the objective has none. `weights`: the mean weight of a rollout's tokens; null if no
+    forward pass was made for it. Refused rollouts are left out.
     """
 
     rollout_ids: list[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field(max_length=65_536)
@@ -117,11 +117,12 @@ class TrainedRollouts(StrictModel):
 class AckRequest(StrictModel):
     """POST /v1/batches/{batch_id}/ack: step (lineage, step) consumed the batch; `metrics` go to the ledger.
 
-    `settings_revision`: of the live settings that the step was made with. `skipped`: why this step left the weights as
-    they were; none of the rollouts counts as trained. `refused`: reason -> rollouts that the trainer could not use;
-    `policy_ages` are those of the others. `num_tokens`: response tokens of the rollouts that the step trained on.
-    `unreadable`: the places in the batch of rollouts that could not be decoded, which are among the refused ones.
-    `trained`: what became of each rollout, for people; the newest steps are kept (GET /v1/rollouts/{rollout_id}).
+    `settings_revision`: revision of the live settings that the step was made with. `skipped`: the reason why the step
+    left the weights unchanged; none of its rollouts counts as trained. `refused`: reason -> number of rollouts that the
+    trainer could not use. `policy_ages`: policy age, in steps, of each other rollout. `num_tokens`: response tokens of
+    the rollouts that the step trained on. `unreadable`: the refused rollouts that could not be decoded, as indices into
+    the rollouts of the batch. `trained`: each rollout's advantage and weight, for people, kept for the newest steps
+    (GET /v1/rollouts/{rollout_id}).
     """
 
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)
@@ -140,9 +141,9 @@ class AckRequest(StrictModel):
 class LedgerEntry(StrictModel):
     """A line of the ledger: step (lineage, step) consumed a batch.
 
-    `seed`, `log_position` and `most_on_policy_prob` reproduce the draw, `slots` counts it (total, recent, replay,
-    fallback, rollouts, distinct_rollouts). `skipped` and `refused` as in the ack.
-    `abandoned`: a resume continued from an earlier step.
+    `seed`, `log_position` and `most_on_policy_prob` reproduce the draw. `slots` has its counts (total, recent, replay,
+    fallback, rollouts, distinct_rollouts). `skipped` and `refused` are those of `AckRequest`.
+    `abandoned`: a resume went back to an earlier step, so the active lineage does not have this one.
     """
 
     kind: Literal["batch"] = "batch"
@@ -165,7 +166,7 @@ class LedgerEntry(StrictModel):
 
 
 class ResumeEntry(StrictModel):
-    """A line of the ledger: a trainer started, took `lineage` and continued from version `parent`."""
+    """A line of the ledger: a trainer started `lineage` from version `parent`."""
 
     kind: Literal["resume"]
     lineage: int
@@ -178,9 +179,9 @@ LedgerLine = LedgerEntry | ResumeEntry
 
 
 class LedgerReply(StrictModel):
-    """GET /v1/ledger?after=N&limit=N: lines in order; `next` is None at the end."""
+    """GET /v1/ledger?after=N&limit=N: lines in order. Send `next` as `after` to get more; it is None at the end."""
 
     entries: list[LedgerLine]
     next: int | None
     num_lines: int = 0
-    """Of the whole ledger, damaged ones too."""
+    """Lines of the whole ledger, damaged ones included."""

@@ -23,34 +23,35 @@ Command = Literal["pause", "resume", "stop", "done", "fail", "accept-loss"]
 
 EXPORT_CHUNK_BYTES = 1 << 20
 EXPORT_SILENCE_S = 120.0
-"""The service may read many rollouts before the next that matches."""
+"""Longest wait for the next byte of an export: the service may read many rollouts before the next one that matches."""
 PARQUET_END = b"PAR1"
 
 
 class RolloutFilters(TypedDict, total=False):
-    """Filters of stored rollouts; None: any. Bounds are inclusive."""
+    """Filters of stored rollouts; None: no filter. Bounds are inclusive."""
 
     prompt_id: str | None
     task: str | None
     version: str | None
-    """The policy version that made it."""
+    """Policy version that generated the rollout."""
     from_version: str | None
     to_version: str | None
     status: RewardStatus | None
     min_reward: float | None
-    """Of scored rollouts."""
+    """Matches only scored rollouts, as `max_reward` does."""
     max_reward: float | None
     searcher_id: str | None
     finish_reason: FinishReason | None
     contains: str | None
-    """Looked for in the response and in the prompt, whatever the case."""
+    """Text to find in the response or the prompt, ignoring case."""
 
 
 class BufferClient(ServiceClient):
-    """One method per endpoint; docs/api.md describes them. Every method raises ServiceError subclasses."""
+    """Client of the buffer, with one method per endpoint (docs/api.md). Every method raises subclasses of ServiceError.
+    """
 
     settings_revision = 0
-    """Revision of the run's live settings in the last reply to a draw, ack or change."""
+    """Revision of the run's live settings in the last reply to a draw, an ack or a change of settings."""
     _acknowledged = ""
 
     def _get(self, path: str, reply: type[M], **query: Any) -> M:
@@ -63,28 +64,28 @@ class BufferClient(ServiceClient):
         return parse_reply(self._send(path, body), reply)
 
     def upload_prompts(self, prompts: Sequence[api.Prompt]) -> api.PromptUploadReply:
-        """Upload prompts; the same id with the same content is accepted again."""
+        """Upload prompts. A known id with the same content is accepted; with other content it refuses the upload."""
         return self._post("/v1/prompts", api.PromptUpload(prompts=list(prompts)), api.PromptUploadReply)
 
     def lease(self, request: api.LeaseRequest) -> api.LeaseReply:
-        """Claim visits, waiting up to `wait_s` on the server.
+        """Claim visits; the server may hold the request for up to `request.wait_s`.
 
-        A retry is answered with the leases that the first request was granted.
+        A retry of the same request gets the leases that the first attempt was granted.
         """
         # the client must not hang up before the server answers
         reply = self._send("/v1/leases", request, timeout_s=self._timeout_s + request.wait_s)
         return parse_reply(reply, api.LeaseReply)
 
     def return_leases(self, request: api.LeaseReturn) -> None:
-        """Give unfinished leases back; visits of refused leases end."""
+        """Give unfinished leases back; the visits of refused leases end."""
         self._send("/v1/leases/return", request)
 
     def renew_leases(self, request: api.LeaseRenewal) -> api.LeaseRenewalReply:
-        """Move the deadline of leases that the searcher still works on."""
+        """Extend leases that the searcher still works on; return the leases that it has lost."""
         return self._post("/v1/leases/renew", request, api.LeaseRenewalReply)
 
     def push(self, payloads: Sequence[bytes]) -> api.PushReply:
-        """Store encoded rollouts; an outcome per item. Acknowledged means durable.
+        """Store encoded rollouts. They are durable when the reply arrives, which has an outcome for each.
 
         Raises:
             BusyError: flow control; try again after `retry_after_s`.
@@ -92,22 +93,22 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), api.PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Send a sign of life; a trainer's repeats how much was acknowledged by the reply to its last one."""
+        """Send a heartbeat. A trainer's also reports the number of acknowledged changes from the previous reply."""
         # a Redis that was restored from an old backup knows less than it has acknowledged; the trainer is the witness
         known = {api.ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
         self._acknowledged = reply.headers.get(api.ACKNOWLEDGED_HEADER, self._acknowledged)
 
     def request_eval(self, request: api.EvalRequest) -> api.EvalReply:
-        """Ask for an evaluation of a published version; one that exists is returned as it is."""
+        """Ask for an evaluation of a published version; an existing one is returned and not repeated."""
         return self._post("/v1/evals", request, api.EvalReply)
 
     def get_eval(self, eval_id: str) -> api.EvalInfo:
-        """Return one evaluation."""
+        """Return the state and the numbers of one evaluation."""
         return self._get(f"/v1/evals/{eval_id}", api.EvalInfo)
 
     def eval_results(self, eval_id: str, results: api.EvalResults) -> None:
-        """Report the rewards of evaluation leases."""
+        """Report the results of evaluation leases."""
         self._call("POST", f"/v1/evals/{eval_id}/results", json=results.model_dump_json(exclude_none=True).encode())
 
     def new_lineage(self, request: api.LineageRequest) -> api.LineageReply:
@@ -119,14 +120,14 @@ class BufferClient(ServiceClient):
         return self._post("/v1/versions", request, api.VersionReply)
 
     def register_checkpoint(self, request: api.CheckpointRequest) -> None:
-        """Make a complete checkpoint the one that a resume starts from."""
+        """Register a complete checkpoint: the next resume starts from it."""
         self._send("/v1/checkpoints", request)
 
     def draw_batch(self, request: api.BatchRequest) -> Batch:
-        """Draw a batch, waiting up to `wait_s` on the server.
+        """Draw a batch; the server may hold the request for up to `request.wait_s`.
 
         Raises:
-            BusyError: none can be drawn yet; `wait` names what is waited for.
+            BusyError: no batch can be drawn yet; `wait` names the wait.
             RunOverError: the run is stopping, done or failed.
             RollbackError: an operator has asked for a rollback.
             FencedError: a newer lineage owns the run.
@@ -137,12 +138,12 @@ class BufferClient(ServiceClient):
         return decode_batch(reply.content)
 
     def ack(self, batch_id: str, request: api.AckRequest) -> None:
-        """State that step (lineage, step) consumed the batch.
+        """Acknowledge a batch: step (lineage, step) consumed it.
 
         Raises:
             VoidBatchError: draw a new batch for this step. FencedError: a newer lineage owns the run.
             RollbackError: an operator has asked for a rollback.
-            ConflictError: the step has acked another batch, or a step was left out.
+            ConflictError: the step has acked another batch already, or the step before it has acked none.
         """
         self._note_revision(self._send(f"/v1/batches/{batch_id}/ack", request))
 
@@ -151,11 +152,11 @@ class BufferClient(ServiceClient):
         return self._get("/v1/run", api.RunInfo)
 
     def settings(self, *, after: int = 0) -> api.SettingsInfo:
-        """Return the live settings, and their changes after revision `after`."""
+        """Return the live settings, and a page of their changes after revision `after`."""
         return self._get("/v1/run/settings", api.SettingsInfo, after=after)
 
     def all_settings(self) -> api.SettingsInfo:
-        """Return the live settings with every change of them."""
+        """Return the live settings with all their changes; this may take several requests."""
         info = self.settings()
         changes = list(info.changes)
         # the reply is bounded, so a long run needs several
@@ -165,10 +166,10 @@ class BufferClient(ServiceClient):
         return info.model_copy(update={"changes": changes})
 
     def change_settings(self, request: api.SettingsRequest) -> api.SettingsInfo:
-        """Change the live settings that `request.settings` sets, also those it sets to None.
+        """Change the live settings that are set in `request.settings`; one set to None returns to the recipe's value.
 
         Returns:
-            The settings as they are now, with this change alone.
+            The current settings; `changes` holds only this change.
 
         Raises:
             BadRequestError: a value is not possible, by itself or with the rest of the recipe.
@@ -182,39 +183,39 @@ class BufferClient(ServiceClient):
         return parse_reply(reply, api.SettingsInfo)
 
     def scaling(self, *, after: int = 0) -> api.ScalingInfo:
-        """Return how many searchers there should be and are, and the changes after revision `after`."""
+        """Return the desired and the actual number of searchers, and its changes after revision `after`."""
         return self._get("/v1/run/searchers", api.ScalingInfo, after=after)
 
     def scale(self, request: api.ScaleRequest) -> api.ScalingInfo:
         """Change the number of searchers.
 
         Returns:
-            The searchers as they are now, with this change alone.
+            The current numbers; `changes` holds only this change.
 
         Raises:
-            BadRequestError: more than `scaling.max_searchers`, or more than one for one server.
-            ConflictError: nothing of tba starts searchers here, or the run is offline.
+            BadRequestError: more than `scaling.max_searchers`, or more than one searcher for one engine server.
+            ConflictError: tba does not start searchers here (`scaling.backend`), or the run is offline.
         """
         return parse_reply(self._send("/v1/run/searchers", request, method="PATCH"), api.ScalingInfo)
 
     def start_rescore(self, request: api.RescoreRequest) -> api.RescoreInfo:
-        """Score the stored rollouts again; the same request returns the job that already runs for it."""
+        """Start to score stored rollouts again; if a job for the same request is running, return that job."""
         return self._post("/v1/rescore", request, api.RescoreInfo)
 
     def rescore(self) -> api.RescoreInfo:
-        """Return the re-scoring job that runs, or the last one."""
+        """Return the re-scoring job that is running, or else the last one."""
         return self._get("/v1/rescore", api.RescoreInfo)
 
     def save_snapshot(self, name: str) -> api.SnapshotInfo:
-        """Begin to save what is stored."""
+        """Start to save a snapshot of the buffer; poll `get_snapshot` for its end."""
         return self._post("/v1/snapshots", api.SnapshotRequest(name=name), api.SnapshotInfo)
 
     def get_snapshot(self, name: str) -> api.SnapshotInfo:
-        """Return one snapshot of this run."""
+        """Return the state of one snapshot of this run."""
         return self._get(f"/v1/snapshots/{name}", api.SnapshotInfo)
 
     def load_snapshot(self, request: api.LoadRequest) -> api.OriginInfo:
-        """Begin the run with a snapshot."""
+        """Start to load a snapshot, with whose rollouts the run begins."""
         return self._post("/v1/snapshots/load", request, api.OriginInfo)
 
     def _note_revision(self, reply: Reply) -> None:
@@ -225,29 +226,29 @@ class BufferClient(ServiceClient):
         return self._get("/v1/run/changes", api.RunChanges, after=after)
 
     def command(self, name: Command, command: api.RunCommand) -> api.RunInfo:
-        """Change the run (`CommandRequest`)."""
+        """Change the state of the run (see `CommandRequest`)."""
         return self._post("/v1/run", api.CommandRequest(command=name, **command.model_dump()), api.RunInfo)
 
     def checkpoints(self) -> list[str]:
-        """Return the versions of the checkpoints that a rollback can return to, newest first."""
+        """Return the versions whose checkpoints a rollback can return to, newest first."""
         return self._get("/v1/checkpoints", api.CheckpointList).versions
 
     def rollback(self, request: api.RollbackRequest) -> api.RunInfo:
         """Have the trainer return to the newest checkpoint at or before `request.step`.
 
         Raises:
-            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+            ConflictError: there is no such checkpoint, the run is not running, or another rollback is waiting.
         """
         return self._post("/v1/run", api.CommandRequest(command="rollback", **request.model_dump()), api.RunInfo)
 
     # ---- What a viewer may ask ---------------------------------------------------------------------------------------
 
     def stats(self) -> api.Stats:
-        """Return the counts of the buffer."""
+        """Return the numbers of what the buffer stores, and its counts."""
         return self._get("/v1/stats", api.Stats)
 
     def ledger(self, *, after: int = 0, limit: int = 1000) -> api.LedgerReply:
-        """Return the acked batches in order, from position `after`."""
+        """Return up to `limit` lines of the ledger, acked batches and resumes, after the first `after` lines."""
         return self._get("/v1/ledger", api.LedgerReply, after=after, limit=limit)
 
     def curves(
@@ -258,20 +259,20 @@ class BufferClient(ServiceClient):
         to_step: int | None = None,
         max_points: int = 500,
     ) -> api.Curves:
-        """Return the metrics of the steps, thinned to `max_points`; a metric that no step has is None everywhere."""
+        """Return the metrics of the steps, averaged into `max_points` points; a metric that no step has is all None."""
         listed = None if names is None else ",".join(names)
         bounds = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
         return self._get("/v1/curves", api.Curves, names=listed, **bounds)
 
     def summary(self) -> api.RunSummary:
-        """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
+        """Return the state of the run in sentences for people: activity, learning, waits, advice."""
         info = self._get("/v1/run", api.RunInfo, summary="true")
         if info.summary is None:
             raise BadReplyError(f"{self.base_url}/v1/run sent no summary; run the same tba release on every service")
         return info.summary
 
     def list_versions(self) -> api.WeightVersionList:
-        """Return the newest weight versions that the object store has."""
+        """Return the newest weight versions in the object store."""
         return self._get("/v1/versions", api.WeightVersionList)
 
     def list_rollouts(
@@ -283,27 +284,27 @@ class BufferClient(ServiceClient):
         text_chars: int = 1000,
         **filters: Unpack[RolloutFilters],
     ) -> api.RolloutPage:
-        """Return a page of stored rollouts; the `next` of a page is the `cursor` of the one after it."""
+        """Return a page of stored rollouts; pass its `next` as `cursor` to get the next page."""
         page = {"order": order, "limit": limit, "cursor": cursor, "text_chars": text_chars}
         return self._get("/v1/rollouts", api.RolloutPage, **page, **filters)
 
     def get_rollout(self, rollout_id: str) -> api.RolloutDetail:
-        """Return everything that is stored of one rollout."""
+        """Return all stored fields of one rollout."""
         return self._get(f"/v1/rollouts/{rollout_id}", api.RolloutDetail)
 
     def export_rollouts(self, path: str | Path, *, tokens: bool = True, **filters: Unpack[RolloutFilters]) -> int:
         """Write all stored rollouts that match to a Parquet file, oldest first. Return its size in bytes.
 
-        The bytes go to `path` + ".part" first, so an export that is cut leaves no file that looks whole.
+        The bytes go to `path` + ".part" first, so an interrupted export leaves no incomplete file at `path`.
 
         Args:
-            path: the file; one that exists is replaced.
-            tokens: whether it has columns of tokens and log-probs.
+            path: the file; an existing one is replaced.
+            tokens: whether to write the columns of tokens and log-probs.
 
         Raises:
             NotInstalledError: the service has no pyarrow.
             BusyError: too many exports run.
-            UnavailableError: no connection, or it was cut.
+            UnavailableError: there is no connection, or it was interrupted.
             OSError: the file cannot be written.
         """
         part, query = Path(f"{path}.part"), urlencode(_known(tokens=str(tokens).lower(), **filters))
@@ -336,7 +337,7 @@ class BufferClient(ServiceClient):
         after: int = 0,
         text_chars: int = 1000,
     ) -> api.PromptPage:
-        """Return a page of prompts that match; the `next` of a page is the `after` of the one behind it."""
+        """Return a page of the prompts that match; pass its `next` as `after` to get the next page."""
         chosen = {"split": split, "task": task, "contains": contains}
         page = {"order": order, "limit": limit, "after": after, "text_chars": text_chars}
         return self._get("/v1/prompts", api.PromptPage, **chosen, **page)

@@ -1,6 +1,6 @@
-"""HTTP calls with bounded retries; problem documents come back as the errors of tba/errors.py.
+"""HTTP calls with bounded retries; problem documents (RFC 9457) are raised as the errors of tba/errors.py.
 
-`RewardClient` is the whole client of the reward service; that of the buffer is in buffer.py.
+`RewardClient` is the client of the reward service; the client of the buffer is in buffer.py.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _SPECIAL: tuple[type[ServiceError], ...] = (
 )
 _BY_SLUG = {kind.slug: kind for kind in _SPECIAL}
 MAX_CONNECTIONS = 64
-"""Connections that are kept open for later calls; further ones are closed after use."""
+"""Most connections that are kept open for later calls; further ones are closed after use."""
 CONNECT_TIMEOUT_S = 5.0
 START_WAIT_S = 900.0
-"""How long a service that starts waits for the first answer of another one, which may be late itself."""
+"""Seconds that a service waits at its start for the first answer of another service, which may be starting too."""
 MAX_MESSAGE_CHARS = 300
-"""Most of another server's own words in an error."""
+"""Most characters of another server's message that an error quotes."""
 
 
 class _TokenRefusedError(UnavailableError):
-    """A service that accepted this client before refuses its tokens: one side has a newer tokens file, so retry."""
+    """A service that accepted this client's token before now refuses it: tokens are being changed, so retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of a service; header names are case-insensitive."""
+    """The HTTP reply of a service; header names are case-insensitive."""
 
     url: str
     status: int
@@ -76,18 +76,18 @@ class Reply:
 
 
 class ServiceClient:
-    """Base of the clients.
+    """Base class of the clients of services.
 
     Args:
         base_url: for example http://127.0.0.1:8700.
-        token: bearer token of this client's role, if the service asks for one; a `ClientToken` follows its file.
-        retry_s: missing connections and 5xx are retried with jitter for this long. Every call is safe to repeat: all
+        token: bearer token of this client's role, if the service needs one; a `ClientToken` follows its file.
+        retry_s: seconds to retry failed connections, 408 and 5xx, with jitter. Every call is safe to repeat: all
             attempts share the ids that make pushes, leases, lineages, acks, publications and uploads idempotent.
         timeout_s: deadline of one attempt.
-        ca_file: PEM file of the authorities that are trusted for an https URL (`tls.ca_file`); none: the system's.
+        ca_file: PEM file of the trusted certificate authorities for an https URL (`tls.ca_file`); none: the system's.
 
     Raises:
-        ConfigError: the URL has a user, password or options, or another scheme; or it is https and `ca_file` cannot be
+        ConfigError: the URL has a user, password, options or an unknown scheme; or it is https and `ca_file` cannot be
             used.
     """
 
@@ -125,21 +125,21 @@ class ServiceClient:
         self._http.close()
 
     def not_ready(self, *, timeout_s: float | None = None) -> ServiceError | None:
-        """Return why the service cannot do its work now (GET /readyz); None if it can.
+        """Ask GET /readyz once; return the service's error if it is not ready, or None if it is.
 
         Raises:
-            TlsError: it never answered, and its TLS is not as the settings say.
+            TlsError: it never answered, and its TLS does not match the settings.
             UnavailableError: it does not answer.
         """
         reply = self.ask("/readyz", timeout_s=timeout_s)
         return None if reply.status == 200 else error_of(reply)
 
     def ask(self, path: str, *, timeout_s: float | None = None) -> Reply:
-        """GET a path once, and return the answer, whatever its status is.
+        """GET a path once, without retries; return the reply with any status.
 
         Raises:
-            TlsError: it never answered, and its TLS is not as the settings say.
-            UnavailableError: it does not answer.
+            TlsError: the service never answered, and its TLS does not match the settings.
+            UnavailableError: the service does not answer.
         """
         read_s = timeout_s or self._timeout_s
         timeout = urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, read_s), read=read_s)
@@ -156,10 +156,10 @@ class ServiceClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Reply:
-        """Send one request.
+        """Send one request, with retries; return a reply of status 2xx.
 
         Raises:
-            ServiceError: one of its subclasses; UnavailableError once `retry_s` is over.
+            ServiceError: one of its subclasses; UnavailableError when retries have failed for `retry_s`.
         """
         kind = "application/msgpack" if msgpack is not None else "application/json"
         sent = {"content-type": kind, **(headers or {})}
@@ -196,7 +196,7 @@ class ServiceClient:
         headers: dict[str, str],
         timeout: urllib3.Timeout,
     ) -> Reply:
-        """Send one request, and return the answer, whatever its status is."""
+        """Send one request once; return the reply with any status."""
         answer = self._open(method, target, body=body, headers=headers, timeout=timeout)
         reply = Reply(self.base_url + path, answer.status, answer.headers, answer.data)
         if reply.status == 401 and isinstance(self._token, ClientToken) and self._accepted is not None:
@@ -215,7 +215,7 @@ class ServiceClient:
         body: bytes | None = None,
         preload_content: bool = True,
     ) -> urllib3.response.BaseHTTPResponse:
-        """Send one request; try each token that the service may know until it accepts one."""
+        """Send one request; if the reply is 401, send it again with the next token of this client."""
         answer: urllib3.response.BaseHTTPResponse | None = None
         # while tokens change, one of two services may have read the new file later than the other
         tokens = self._token.value if isinstance(self._token, ClientToken) else (self._token,)
@@ -237,13 +237,13 @@ class ServiceClient:
 
     @contextmanager
     def _stream(self, path: str, *, silence_s: float) -> Iterator[urllib3.response.BaseHTTPResponse]:
-        """Yield the reply to a GET whose body is read as it arrives.
+        """Yield the reply to a GET; the caller reads the body as it arrives.
 
         Args:
-            silence_s: after so long without a byte it is given up.
+            silence_s: longest wait for the next byte, in seconds.
 
         Raises:
-            ServiceError: one of its subclasses; in the block too, when the connection is cut.
+            ServiceError: one of its subclasses; within the block too, when the connection breaks.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
         answer = self._open("GET", self._path + path, headers={}, timeout=timeout, preload_content=False)
@@ -257,7 +257,7 @@ class ServiceClient:
             answer.close()
 
     def _connection_error(self, error: urllib3.exceptions.HTTPError) -> ServiceError:
-        """Return the error to raise for a call without an answer."""
+        """Return the error to raise for a call that got no answer: TlsError if a person must fix it."""
         problem = explain_tls_error(error, where=self.base_url, ca_file=self._ca_file)
         if problem is None:
             problem = f"{self.base_url} does not answer ({type(error).__name__}); is the service running there?"
@@ -269,7 +269,7 @@ class ServiceClient:
 
 
 def tls_options(url: str, ca_file: str | None) -> dict[str, Any]:
-    """Return the options with which urllib3 checks the certificate behind an https URL; none for other URLs."""
+    """Return urllib3's options to verify the certificate of an https URL; no options for other URLs."""
     if not url.startswith("https://"):
         return {}
     check_ca_file(ca_file)
@@ -280,7 +280,7 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
     """Parse the body of a reply.
 
     Raises:
-        BadReplyError: it is not what this client expects; the two sides may run different releases.
+        BadReplyError: the body is not a valid `reply`; the two sides may run different releases.
     """
     try:
         # a newer release may say more; while an upgrade rolls, the two sides differ
@@ -293,7 +293,7 @@ def parse_reply(response: Reply, reply: type[M]) -> M:
 
 
 def error_of(response: Reply) -> ServiceError:
-    """Return the error that an answer which is no success stands for."""
+    """Return the error for a reply whose status is not 2xx."""
     try:
         # a proxy answers with HTML or nothing: then the status has to do
         problem = jsonlib.loads(response.content)
@@ -321,7 +321,7 @@ def error_of(response: Reply) -> ServiceError:
 
 
 def message_of(response: Reply) -> str:
-    """Return the reason in an answer of an OpenAI-compatible server, to append; nothing where there is none."""
+    """Return ": " and the error message in the reply of an OpenAI-compatible server; "" if it has none."""
     try:
         document = jsonlib.loads(response.content)
         error = document.get("error", document)
@@ -331,13 +331,13 @@ def message_of(response: Reply) -> str:
 
 
 class RewardClient(ServiceClient):
-    """POST /v1/score and GET /v1/rewards."""
+    """Client of the reward service."""
 
     def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
-        """Score completions; each item of the reply holds a reward or an error, never both.
+        """Score completions; each result of the reply holds a reward or an error, never both.
 
         Raises:
-            BadReplyError: the results are not those of the items.
+            BadReplyError: the results do not belong to the items, one by one.
             ServiceError: the request as a whole failed.
         """
         body = ScoreRequest(items=list(items)).model_dump_json(exclude_none=True).encode()  # keeps null within data

@@ -1,6 +1,6 @@
 """The section about prompts: where they come from, and how a row of a data set becomes a prompt with a gold answer.
 
-A `[[prepare]]` item is a model or a data set that must be on the disk before a run: `tba data prepare` fetches it.
+A `[[prepare]]` item is a model or a data set that must be on the disk before a run; `tba data prepare` gets it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from tba.fields import StrictModel
 
 
 class PrepareItem(StrictModel):
-    """One folder: a model or a data set, and where it comes from: exactly one of `hub`, `manual`, `trl_sft`
-    and `trl_reward`."""
+    """A folder with a model or a data set, and its source: exactly one of `hub`, `manual`, `trl_sft`, `trl_reward`."""
 
     path: str = Field(min_length=1)
-    """Folder, relative to where `tba` is run. Wherever the recipe names this path, the folder is meant."""
+    """Folder, relative to where `tba` is run. The same path elsewhere in the recipe means this folder."""
     kind: Literal["model", "dataset"]
-    """Its content. A model is loaded once to check it; a data set is checked by the prompts made of it."""
+    """Content of the folder. A model is loaded once as a check; a data set is checked when its prompts are made."""
     hub: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$|^[\w.-]+$")
-    """Name on the Hugging Face hub."""
+    """Name of a repository on the Hugging Face hub, to download."""
     revision: str | None = None
-    """Commit, branch or tag on the hub; none: the newest. The commit that was fetched is written down."""
+    """Commit, branch or tag on the hub; none: the newest. The downloaded commit is recorded."""
     tokenizer: str | None = None
-    """Where the model's repository has none: a repository on the hub that its tokenizer is fetched from."""
+    """Repository on the hub to download the tokenizer from, if the model's own repository has none."""
     manual: str | None = None
-    """For content that cannot be fetched: the instructions for a person. The item is then only checked."""
+    """Instructions for a person who must get content that cannot be downloaded; tba then only checks the folder."""
     trl_sft: str | None = None
-    """TRL's file of settings, beside the recipe: `trl sft` makes this language model (docs/recipes.md)."""
+    """TRL's settings file, next to the recipe, with which `trl sft` makes this language model (docs/recipes.md)."""
     trl_reward: str | None = None
-    """TRL's file of settings, beside the recipe: `trl reward` makes this reward model."""
+    """TRL's settings file, next to the recipe, with which `trl reward` makes this reward model."""
     at_start: bool = False
-    """`tba run` fetches or makes it by itself where it is missing, instead of asking for `tba data prepare`."""
+    """If the folder is missing, `tba run` gets it by itself, instead of asking for `tba data prepare`."""
 
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:
@@ -56,14 +55,15 @@ class PrepareItem(StrictModel):
 
     @property
     def trl_file(self) -> str | None:
-        """TRL's file of settings, where TRL makes the model."""
+        """TRL's settings file; None: TRL does not make this item."""
         return self.trl_sft or self.trl_reward
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """The source of the content: recorded in the folder, and compared if the folder exists.
+        """The source of the content, as it is recorded in the folder and compared with the record of an existing one.
 
-        Without TRL's file, as in a pod that has the recipe alone, `settings_sha256` is None: nothing is compared.
+        If TRL's settings file is missing, as in a pod that has only the recipe, `settings_sha256` is None, and the
+        settings are not compared.
         """
         if self.trl_file is not None:
             sha256 = None
@@ -74,9 +74,9 @@ class PrepareItem(StrictModel):
 
 
 def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a document in which every text that is a key of `texts` is replaced by its value.
+    """Return a copy of a document with every text that equals a key of `texts` replaced by the value of that key.
 
-    It moves the folders of `[[prepare]]` in every section that names them: reward models, victims, data sets.
+    So a new path of a `[[prepare]]` folder gets into all sections that name it: reward models, victims, data sets.
     """
     if isinstance(value, dict):
         return {key: with_replaced(child, texts) for key, child in value.items()}
@@ -86,16 +86,16 @@ def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 class ColumnValue(StrictModel):
-    """A value of a prompt's data, taken from a column of the data set. A bare text is a column's name."""
+    """A value of a prompt's data, taken from a column of the data set. A plain text means the column of this name."""
 
     column: str = Field(min_length=1)
-    """The column, or a path into a nested one: `reward_model.ground_truth`."""
+    """Name of the column, or a path into a nested one: `reward_model.ground_truth`."""
     extract: Literal["whole", "before", "after", "boxed", "json"] = "whole"
-    """The part of it. `whole`: the value as it is. `before`: the text before the first `marker`, all of it if there is
-    none. `after`: the text after the last `marker`. `boxed`: the content of the last \\boxed{...}. `json`: the value at
-    the key `marker` of a JSON object."""
+    """The part of the column to take. `whole`: all of it. `before`: the text before the first `marker`; all text if it
+    has no marker. `after`: the text after the last `marker`. `boxed`: the content of the last \\boxed{...}. `json`: the
+    value at the key `marker` of a JSON object."""
     marker: str | None = None
-    """The text that stands before or after the answer (GSM8K: `####`), or the key."""
+    """For `before` and `after`: the text next to the answer (GSM8K: `####`). For `json`: the key."""
 
     @model_validator(mode="after")
     def _check(self) -> ColumnValue:
@@ -113,33 +113,34 @@ def _of_name(value: Any) -> Any:
 
 
 class DataSet(StrictModel):
-    """Rows of a data set, or texts, that become prompts.
+    """A source of prompts: the rows of a data set, or texts.
 
-    The prompt id is a digest of the content, so the same row is the same prompt wherever it stands.
+    A prompt's id is a digest of its content, so the same row always becomes the same prompt, in any position.
     """
 
     task: str = Field(min_length=1, max_length=128)
-    """Task of every prompt: names its reward."""
+    """Name of the task of every prompt, which decides its reward."""
     dataset: str | None = None
     """Name on the Hugging Face hub, a folder with a data set in a format of the hub (`[[prepare]]` makes one), or
     FILE.jsonl."""
     subset: str | None = None
-    """Configuration of the data set, where it has several."""
+    """Name of the configuration to use, if the data set has several."""
     train: str | None = None
-    """Split to train on, for example `train[:1000]`. A data set that names no split at all is trained on `train`."""
+    """Split to train on, such as `train[:1000]`. If neither `train` nor `heldout` is given, the split `train` is used.
+    """
     heldout: str | None = None
-    """Split to evaluate on, never trained on. Where no data set names one, `data.num_heldout` prompts are held out."""
+    """Split to evaluate on, never trained on. If no data set names one, `data.num_heldout` prompts are held out."""
     texts: list[str] | None = Field(default=None, min_length=1)
-    """Instead of a data set: the prompts themselves, each in both splits."""
+    """Instead of a data set: the texts of the prompts; each is in both splits."""
     column: str | None = None
-    """The column that holds the prompt: text, or messages ({"role", "content"}), which the chat template of
-    the starting model's tokenizer turns into text."""
+    """Column with the prompt: text, or messages ({"role", "content"}), which the chat template of the starting model's
+    tokenizer turns into text."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the chat template, such as {enable_thinking = false}."""
     template: str | None = None
-    """Instead of `column`: text with columns in it, such as "Q: {question}"; {{ and }} stand for braces."""
+    """Instead of `column`: text with names of columns, such as "Q: {question}"; write {{ and }} for braces."""
     data: dict[str, Annotated[ColumnValue, BeforeValidator(_of_name)]] = Field(default_factory=dict)
-    """Data for the reward: key -> column."""
+    """Data for the scorers: key -> column."""
 
     @model_validator(mode="after")
     def _check(self) -> DataSet:
@@ -160,7 +161,7 @@ class DataSet(StrictModel):
 
     @property
     def splits(self) -> dict[Literal["train", "heldout"], str]:
-        """What is read for each split of the run: a split of the data set; of texts, all of them."""
+        """Split of the run -> split of the data set to read; for `texts`, the value is an empty text."""
         if self.texts is not None:
             return {"train": "", "heldout": ""}
         if self.train is None and self.heldout is None:
@@ -170,27 +171,27 @@ class DataSet(StrictModel):
 
 
 class DataSection(StrictModel):
-    """Prompts: from a built-in generator, a file, or data sets; others are uploaded (`tba prompts upload`)."""
+    """Source of the prompts: a generator, a file, or data sets. More can be uploaded later (`tba prompts upload`)."""
 
     generator: str | None = None
-    """`addition`; or MODULE:FUNCTION, a function of
-    your own (docs/extending.md)."""
+    """Name of the built-in generator `addition`, or a function of your own: MODULE:FUNCTION (docs/extending.md)."""
     path: str | None = None
     """JSONL file; each row is {"prompt_id", "task", "text", "data", "split"}; split is `train` or `heldout`."""
     sets: list[DataSet] = Field(default_factory=list)
-    """Data sets whose rows have another shape."""
+    """Data sets whose rows are turned into prompts."""
     num_train: int = Field(default=2000, ge=1)
-    """Prompts to train on (generator only)."""
+    """Number of prompts to train on (generator only)."""
     num_heldout: int = Field(default=512, ge=1)
-    """Prompts to evaluate on, never trained on: of a generator, or of data sets that name no split for it. Those of
-    data sets are chosen by the digest of their ids, so that the order of the rows does not matter."""
+    """Number of prompts to evaluate on, never trained on: of a generator, or of data sets without a `heldout` split.
+    Prompts of data sets are chosen by the digest of their ids, whatever the order of the rows."""
     selection: Literal["epochs", "posterior"] = "epochs"
     """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
-    Beta posterior of each prompt's success, toward one half, where groups tell most (MoPPS, arXiv 2507.04632)."""
+    Beta posterior of each prompt's success rate; rates near one half are preferred, because their groups are the most
+    informative (MoPPS, arXiv 2507.04632)."""
 
     @property
     def source_name(self) -> str:
-        """The name of the source, without the folders above it."""
+        """Name of the (first) source of prompts, without the folders above it."""
         if self.sets:
             return (self.sets[0].dataset or self.sets[0].task).rstrip("/").rpartition("/")[2]
         return self.generator or (self.path or "").replace("\\", "/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Evaluations: during training on held-out prompts, and the published evaluation of a task (`tba evaluate`)."""
+"""Settings of evaluations on held-out prompts, during training and by `tba evaluate`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TaskName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class PublishedNumber(StrictModel):
-    """A published number to compare with."""
+    """A published number that the result of `tba evaluate` is compared with."""
 
     name: str = Field(min_length=1, max_length=80)
-    """The method, and what else distinguishes the number from others."""
+    """Name for people: the method, and anything else that tells this number from other ones."""
     metric: str
-    """The metric: MODE.TASK.mean_reward, MODE.TASK.success_rate, or MODE.perplexity.per_token and the like, as
-    evaluation.json names them; MODE is greedy or sampled. One that is not measured is shown as unknown."""
+    """Name of the metric in evaluation.json: MODE.TASK.mean_reward, MODE.TASK.success_rate, MODE.perplexity.per_token
+    and so on; MODE is greedy or sampled. A metric that is not measured is shown as unknown."""
     value: float
     """The number."""
     setting: str = Field(min_length=1, max_length=200)
@@ -31,12 +31,12 @@ class PublishedNumber(StrictModel):
 
 
 class PublishedSection(StrictModel):
-    """`tba evaluate`: held-out prompts, one model, every number with its standard error (docs/recipes.md)."""
+    """`tba evaluate`: evaluate one model on held-out prompts; every number has a standard error (docs/recipes.md)."""
 
     num_prompts: int | None = Field(default=None, ge=1)
-    """How many held-out prompts, from the first one on; none: all of them."""
+    """Number of held-out prompts, from the first one on; none: all of them."""
     greedy: bool = True
-    """One greedy completion of every prompt."""
+    """Generate one greedy completion of every prompt."""
     num_samples: int = Field(default=0, ge=0, le=100_000)
     """Samples of every prompt, in addition to the greedy completion; 0: none."""
     temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
@@ -44,16 +44,16 @@ class PublishedSection(StrictModel):
     tasks: list[TaskName] = Field(default_factory=list, max_length=16)
     """Every completion is scored under each of these tasks. Empty: under the task of its prompt."""
     success_above: dict[TaskName, float] = Field(default_factory=dict)
-    """Task -> a completion succeeds when its score is strictly above this. Other tasks: when it is at least
-    `eval.success_reward`."""
+    """Task -> threshold: a completion succeeds when its score is strictly above it. In other tasks, it succeeds when
+    its score is at least `eval.success_reward`."""
     by: list[str] = Field(default_factory=list, max_length=16)
-    """Keys of the prompts' data, such as "level": the metrics of every task are also given for the prompts of each
-    value, as success_rate[level=3]. Every held-out prompt needs them: text or a number."""
+    """Keys of the prompts' data, such as "level". The metrics are also reported for the prompts of each value of such a
+    key, as success_rate[level=3]. Every held-out prompt needs these keys, with a text or a number."""
     perplexity: bool = False
-    """Perplexity of the completions under the starting model, per completion token and as the TL;DR task publishes
-    it: divided by the length of prompt and completion."""
+    """Measure the perplexity of the completions under the starting model, per completion token, and per token of prompt
+    and completion together, as the TL;DR task publishes it."""
     references: list[PublishedNumber] = Field(default_factory=list)
-    """Published numbers that the result is compared with."""
+    """Published numbers to compare the result with."""
 
     @model_validator(mode="after")
     def _check(self) -> PublishedSection:
@@ -63,7 +63,7 @@ class PublishedSection(StrictModel):
 
 
 BEST_METRICS = ("accuracy", "greedy_accuracy", "mean_reward")
-"""Values of `eval.best_metric` beside `pass@K`; more is better in all of them."""
+"""Values of `eval.best_metric` other than `pass@K`. A higher value is better in all of them."""
 _PASS_AT = re.compile(r"pass@([1-9][0-9]*)")
 
 MAX_WAIT_S = 1e9
@@ -71,37 +71,37 @@ MAX_WAIT_S = 1e9
 
 
 def pass_at_of(metric: str) -> int | None:
-    """Return K of `pass@K`; None for any other name."""
+    """Return the K of the metric name `pass@K`; None for any other name."""
     match = _PASS_AT.fullmatch(metric)
     return None if match is None else int(match[1])
 
 
 class EvalSection(StrictModel):
-    """Evaluation on held-out prompts, by searchers with a pinned version, during training."""
+    """Evaluation on held-out prompts during training; searchers generate with the weights of one fixed version."""
 
     every_steps: int = Field(default=50, ge=1, le=MAX_STEP)
-    """Optimizer steps between evaluations (each takes the next published version)."""
+    """Optimizer steps between evaluations; each evaluates the next published version."""
     num_prompts: int = Field(default=128, ge=1, le=10_000)
-    """Held-out prompts of an evaluation during training; always the same ones."""
+    """Number of held-out prompts of an evaluation during training; they are always the same ones."""
     num_prompts_final: int = Field(default=512, ge=1, le=10_000)
-    """Held-out prompts of the first and the last evaluation."""
+    """Number of held-out prompts of the first and the last evaluation."""
     num_samples: int = Field(default=1, ge=1, le=4096)
-    """Samples per prompt at the policy temperature (pass@1 is their mean); greedy is one more."""
+    """Samples per prompt at the policy temperature (pass@1 is their mean), in addition to one greedy completion."""
     pass_at: list[int] = Field(default_factory=list, max_length=16)
-    """Each k of the pass@k that is measured: the chance that one of k samples succeeds, estimated without bias from the
-    `num_samples` samples of a prompt."""
+    """Measure pass@k for each of these k: the probability that at least one of k samples succeeds. It is estimated
+    without bias from the `num_samples` samples of a prompt."""
     success_reward: float = 1.0
     """A completion succeeds when its reward is at least this."""
     embedding_model: str | None = None
-    """Local folder of a Hugging Face encoder: the mean cosine distance between the samples of a prompt is measured
-    (mean-pooled, on the CPU of the searcher). None: it is not."""
+    """Local folder of a Hugging Face encoder, with which the mean cosine distance between the samples of a prompt is
+    measured (mean-pooled, on the CPU of the searcher). None: the distance is not measured."""
     best_metric: str = "accuracy"
-    """The metric of the best version: accuracy, greedy_accuracy, mean_reward, or pass@K for a K of `pass_at`. The
-    best version is never deleted; versions are compared on the same prompts (docs/trainer.md)."""
+    """Metric that decides which version is the best: accuracy, greedy_accuracy, mean_reward, or pass@K with a K of
+    `pass_at`. Versions are compared on the same prompts. The best version is never deleted (docs/trainer.md)."""
     timeout_s: float = Field(default=180.0, gt=0, le=MAX_WAIT_S)
     """Deadline of one evaluation."""
     published: PublishedSection = PublishedSection()
-    """The evaluation by `tba evaluate`, as it is published for the task."""
+    """Settings of `tba evaluate`, which measures the model as it was published for the task."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalSection:
@@ -132,5 +132,5 @@ class EvalSection(StrictModel):
 
     @property
     def num_prompts_compared(self) -> int:
-        """How many held-out prompts every evaluation has in common: versions are compared on those."""
+        """Number of held-out prompts that all evaluations have in common; versions are compared on these."""
         return min(self.num_prompts, self.num_prompts_final)

@@ -24,14 +24,14 @@ RECIPE_KEYS: dict[LiveName, tuple[str, str]] = {
 }
 """The recipe's section and key of each live setting."""
 AS_RECIPE = "recipe"
-"""The text that people read and write for a setting that is as the recipe says."""
+"""The word for a live setting that has the recipe's value, in what people read and type."""
 
 
 class LiveSettings(StrictModel):
-    """Settings that may change during a run; None: as the recipe says.
+    """Settings that may change during a run; None: the recipe's value.
 
-    Learning rate and beta are schedules; a number is a constant one. Steps of a schedule are optimizer steps of the
-    run, as in the recipe.
+    Learning rate and beta are schedules, and a plain number is a constant schedule. The steps of a schedule count from
+    the start of the run, as in the recipe.
     """
 
     learning_rate: LearningRate | None = None
@@ -47,17 +47,21 @@ class LiveSettings(StrictModel):
 
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> LiveSettings:
-        """Return all of them with the values of a recipe."""
+        """Return all live settings with the values of a recipe."""
         values = {name: getattr(getattr(recipe, section), key) for name, (section, key) in RECIPE_KEYS.items()}
         return cls(**values)
 
     def changed(self) -> dict[LiveName, Schedule | float]:
-        """Return those that differ from the recipe."""
+        """Return name -> value of the settings that are not None."""
         return {name: value for name in LIVE_NAMES if (value := getattr(self, name)) is not None}
 
 
 def parse_live(document: Mapping[str, Any]) -> LiveSettings:
-    """Validate live settings that are a map."""
+    """Validate a map of names and values as live settings.
+
+    Raises:
+        ConfigError: a name is not a live setting, or a value is not valid.
+    """
     for name, value in document.items():
         if name not in LIVE_NAMES:
             raise ConfigError(
@@ -71,7 +75,7 @@ def parse_live(document: Mapping[str, Any]) -> LiveSettings:
 
 
 def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
-    """Return the recipe with changed live settings, checked as a whole."""
+    """Return the recipe with the live settings in it; raise ConfigError if the recipe as a whole is then not valid."""
     changed = settings.changed()
     if not changed:
         return recipe
@@ -97,7 +101,7 @@ def with_live(recipe: Recipe, settings: LiveSettings) -> Recipe:
 
 
 def setting_text(value: Schedule | float | None) -> str:
-    """Return a live setting in a few words, for people."""
+    """Return the value of a live setting as text for people."""
     if value is None:
         return AS_RECIPE
     if not isinstance(value, Schedule):

@@ -1,7 +1,7 @@
-"""The objective's section, and the table of names that `objective.preset` may have (docs/algorithm.md).
+"""The recipe's section `[objective]`, and the table of built-in presets (docs/algorithm.md).
 
-It is not in the trainer, because every service reads it: a searcher must know whether it computes ref log-probs, and
-the buffer whether a live change of beta is possible. The formulas are in tba_trainer.objectives.
+Every service reads it, so it is not part of the trainer: a searcher must know whether it computes ref log-probs, and
+the buffer whether beta may be changed live. The formulas are in tba_trainer.objectives.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ OldPolicy = Literal["sampler", "trainer"]
 
 NO_AGE_LIMIT = 2**31 - 1
 CLIPS: tuple[ImportanceWeight, ...] = ("token_clip", "sequence_clip", "sequence_mean_clip")
-"""The importance weights that are PPO's clip."""
+"""The importance weights that are variants of PPO's clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that makes an objective. Some parts are keys of `[objective]`, too."""
+    """All choices that define an objective. Some are keys of `[objective]` too, and a recipe can override them."""
 
     kind: Kind = "trajectory_balance"
     beta: float = 0.05
     anchor: Anchor | None = None
-    """None: `fixed` where beta is above 0 at some step, else there is no KL."""
+    """None: `fixed` if beta is above 0 at any step; otherwise there is no KL."""
     centre: Centre = "none"
     reward_baseline: RewardBaseline = "mean"
     importance_weight: ImportanceWeight = "none"
-    """Token weight from rho = pi_theta / pi_old: none; rho up to `importance_clamp` (`clamp`), or 0 above it (`mask`);
-    PPO's clip per token, per rollout (their product) or per rollout (their geometric mean); or rho without the tokens
-    that carry the second moment of log rho above its limit."""
+    """Token weight from rho = pi_theta / pi_old. `none`: 1. `clamp`: min(rho, `importance_clamp`). `mask`: rho, or 0
+    above `importance_clamp`. `token_clip`, `sequence_clip`, `sequence_mean_clip`: PPO's clip of rho per token, of its
+    product over a rollout, of its geometric mean over a rollout. `second_moment`: rho, or 0 for the tokens that push
+    the second moment of log rho above its limit."""
     negative_weight: float = 1.0
-    """Factor on every A_j below 0. At 0 the rollouts below the baseline pull at nothing: what is left imitates the
-    better ones of a group."""
+    """Factor on every A_j below 0. At 0, rollouts below the baseline have no gradient, and the policy only imitates the
+    better rollouts of a group."""
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
-    """pi_old, whose log-probs rho is taken to: those that the sampler reported, or those of the same weights, computed
-    again by the trainer."""
+    """Source of the log-probs of pi_old in rho: `sampler`, as it reported them, or `trainer`, which computes them again
+    with the same weights."""
     age_scaled: bool = False
     clip_range: float = 0.2
     clip_range_high: float = 0.2
@@ -121,43 +122,43 @@ DEFAULT_RESET_STEPS = 50
 
 
 class ObjectiveSection(StrictModel):
-    """The objective (docs/algorithm.md). A key that is None has the value of the preset."""
+    """The objective (docs/algorithm.md). Where a key is None, the preset's value is used."""
 
     preset: Annotated[
         str,
         AfterValidator(partial(plugins.check_name, what="preset", builtin=tuple(PRESETS))),
         Field(json_schema_extra={"examples": [*PRESETS]}),
     ] = "tba_prime"
-    """A name of the table in docs/algorithm.md, or an objective of your own: MODULE:NAME
-    (docs/extending.md)."""
+    """Name of a preset in the table of docs/algorithm.md, or an objective of your own: MODULE:NAME (docs/extending.md).
+    """
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: that of the preset; 0 for an objective of your own."""
     anchor: Anchor | None = None
-    """The target of the KL: the starting model (`fixed`), theta as it was every `reference_reset_steps`
-    (`reset`), or the policy that sampled the rollout (`behaviour`; not for a
-    baseline). A baseline whose beta is above 0 has `fixed`."""
+    """Target of the KL. `fixed`: the starting model. `reset`: a copy of theta, taken every `reference_reset_steps`.
+    `behaviour`: the policy that sampled the rollout (not for a baseline). Default of a baseline with beta above 0:
+    `fixed`."""
     importance_clamp: float | None = Field(default=None, gt=0)
-    """Upper bound of `clamp` and `mask` (default 8; 5 for `cispo`)."""
+    """Upper bound of the importance weight with `clamp` and `mask` (default 8; 5 for `cispo`)."""
     aggregation: Aggregation | None = None
-    """The divisor of a token's term: `rollouts` or `groups` of the batch; its response `tokens`; rollouts times the
-    rollout's own response tokens (`sequence_mean`) or prompt and response tokens (`whole_sequence_mean`); rollouts
-    times `searcher.max_response_tokens` (`constant`)."""
+    """Divisor of a token's term in the loss: `rollouts`, `groups` or response `tokens` of the batch; or the number of
+    rollouts times the rollout's response tokens (`sequence_mean`), its prompt and response tokens
+    (`whole_sequence_mean`), or `searcher.max_response_tokens` (`constant`)."""
     mask_truncated: bool = False
-    """Rollouts that ended at their token limit count in the baseline of their group and teach nothing themselves."""
+    """Leave rollouts that ended at their token limit out of the gradient; they still count in their group's baseline.
+    """
     mask_tied: bool = False
-    """Rollouts of a group whose rewards are all equal teach nothing, not even by their KL. They count in the divisors.
-    No pass is made for them where no other group reads their log-probs: a step costs what the other groups cost. Not
-    with `reinforce`, which learns from such groups too."""
+    """Leave groups whose rewards are all equal out of the gradient, their KL included; they still count in divisors. No
+    forward pass is made for them, unless another group reads their log-probs, so a step costs less. Not with
+    `reinforce`, which learns from such groups too."""
     old_policy_versions: int = Field(default=4, ge=1)
-    """With `tba_prime_published`: the published versions whose weights the trainer keeps, on its device and in its
-    checkpoints, each a float32 copy of what is trained. As many as the oldest rollouts need (policy age over
-    `trainer.sync_interval`). Tokens of older ones have the sampler's log-probs, and are counted
-    (`old_policy_missing_tokens`)."""
+    """With `tba_prime_published`: number of published versions whose trained weights the trainer keeps as float32
+    copies, on its device and in its checkpoints. The oldest rollouts need policy age / `trainer.sync_interval` of them.
+    Tokens of older versions keep the sampler's log-probs, and are counted (`old_policy_missing_tokens`)."""
     reference_placement: Literal["trainer", "searcher"] = "trainer"
-    """The service that computes ref log-probs: `trainer`, which holds the reference model, or `searcher`: the searchers
-    send them with their rollouts (the paper's way: no reference model in the trainer; anchor `fixed` only)."""
+    """Service that computes ref log-probs. `trainer`: it holds the reference model. `searcher`: searchers send them
+    with their rollouts, as in the paper, so the trainer needs no reference model (anchor `fixed` only)."""
     reference_reset_steps: int | None = Field(default=None, ge=1)
-    """rho: with the anchor `reset`, the steps between two resets of the reference to theta (default 50)."""
+    """rho: with the anchor `reset`, number of steps between two resets of the reference to theta (default 50)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -214,7 +215,7 @@ class ObjectiveSection(StrictModel):
         return self
 
     def _check_unused(self) -> None:
-        """Refuse a setting that nothing here uses."""
+        """Refuse a setting that has no effect with this preset."""
         parts = self.parts
         if parts is None:
             # it may read the clamp; its loss is always divided by the number of rollouts
@@ -236,24 +237,24 @@ class ObjectiveSection(StrictModel):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the preset is an objective of your own. What it reads is not known here: every setting may matter."""
+        """Whether the preset is an objective of your own (MODULE:NAME); any setting may matter to it."""
         return self.preset not in PRESETS
 
     @property
     def parts(self) -> Parts | None:
-        """The preset with what the recipe overrides. None: an objective of your own."""
+        """The parts of the preset with the recipe's overrides; None: an objective of your own."""
         if self.is_custom:
             return None
         return replace(PRESETS[self.preset], **self.named_parts)
 
     @property
     def named_parts(self) -> dict[str, Any]:
-        """The parts that the recipe names, by name."""
+        """Name -> value of the parts that the recipe overrides."""
         return {name: value for name in _OVERRIDES if (value := getattr(self, name)) is not None}
 
     @property
     def used_anchor(self) -> Anchor | None:
-        """The target of the KL; None: there is no KL at any step."""
+        """The target of the KL that is used; None: there is no KL at any step."""
         if (parts := self.parts) is not None and parts.anchor is not None and self.preset in FAMILY:
             return parts.anchor
         # a schedule may begin at 0 and rise: the reference must be there from the first step
@@ -261,14 +262,14 @@ class ObjectiveSection(StrictModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether ref log-probs enter the objective. A live change of beta must leave this as it is."""
+        """Whether the objective uses ref log-probs. A live change of beta must not change this."""
         return self.used_anchor in ("fixed", "reset")
 
     @property
     def needs_beta(self) -> bool:
-        """Whether a beta of 0 has no meaning."""
+        """Whether beta must be above 0 at every step."""
         return self.preset in FAMILY or self.preset == "online_dpo"
 
 
 _OVERRIDES = ("anchor", "importance_clamp", "aggregation")
-"""The parts that are keys of the same name."""
+"""Names of the parts that are also keys of `[objective]`."""

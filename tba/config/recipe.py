@@ -1,4 +1,4 @@
-"""The recipe as one model: every section, and the rules between sections. `recipe_file` reads it."""
+"""The recipe as one pydantic model: every section, and the rules between sections. `recipe_file` reads it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ CONSTANT_SETTINGS = (
     "model.lora",
     "store.url",
 )
-"""Settings that are constant within a run."""
+"""Settings that no live setting and no resume of a run may change."""
 
 
 class Recipe(StrictModel):
-    """A whole run."""
+    """The configuration of a whole run."""
 
     run: RunSection
     model: ModelSection
@@ -54,7 +54,7 @@ class Recipe(StrictModel):
     eval: EvalSection = EvalSection()
     tracking: TrackingSection = TrackingSection()
     prepare: list[PrepareItem] = Field(default_factory=list)
-    """Models and data sets that must lie on the disk before a run: `tba data prepare` fetches or makes them."""
+    """Models and data sets that must be on the disk before a run; `tba data prepare` downloads or makes them."""
     store: StoreSection = StoreSection()
     auth: AuthSection = AuthSection()
     tls: TlsSection = TlsSection()
@@ -63,7 +63,7 @@ class Recipe(StrictModel):
 
     @model_validator(mode="after")
     def _sample_from_the_policy(self) -> Recipe:
-        """Give searchers the policy temperature where the recipe names none."""
+        """Set the searchers' sampling temperature to the policy temperature, if the recipe names none."""
         given = self.searcher.model_fields_set
         if "sampling_temperature" not in given and self.searcher.temperature_mix is None:
             default = self.model.policy_temperature
@@ -137,7 +137,7 @@ class Recipe(StrictModel):
         return self
 
     def _check_lag(self) -> None:
-        """Refuse what would evict every rollout of a constant lag, or forget the weights that sampled it."""
+        """Refuse settings that, with a constant lag, evict every rollout or drop the weights that sampled it."""
         lag_steps, interval = self.sampling.lag_steps, self.trainer.sync_interval
         if not lag_steps:
             return
@@ -234,13 +234,15 @@ class Recipe(StrictModel):
 
     @property
     def samples_at_other_temperatures(self) -> bool:
-        """Whether searchers sample at other temperatures than the policy's: not even new rollouts are of theta then."""
+        """Whether searchers sample at another temperature than the policy's, so that even new rollouts are off-policy.
+        """
         is_mixed = self.searcher.temperature_mix is not None
         return is_mixed or self.searcher.sampling_temperature != self.model.policy_temperature
 
     @property
     def temperature_warning(self) -> str | None:
-        """What to say before a start where all training is off-policy and no mix says so; behind the ; what to do."""
+        """Warning to show before the start if searchers sample at another temperature than the policy's without a
+        `temperature_mix`; after the semicolon stands the remedy. None: no warning."""
         if self.searcher.temperature_mix is not None or self.is_offline or not self.samples_at_other_temperatures:
             return None
         return (
@@ -252,23 +254,23 @@ class Recipe(StrictModel):
 
     @property
     def searchers_hold_start(self) -> bool:
-        """Whether every searcher holds the starting model, for ref log-probs."""
+        """Whether every searcher also holds the starting model, to compute ref log-probs."""
         return self.objective.reference_placement == "searcher"
 
     @property
     def num_lag_versions(self) -> int:
-        """How many publications searchers are behind the newest version on purpose (`sampling.lag_steps`)."""
+        """Number of publications by which searchers lag behind the newest version on purpose (`sampling.lag_steps`)."""
         return math.ceil(self.sampling.lag_steps / self.trainer.sync_interval)
 
     @property
     def is_offline(self) -> bool:
-        """Whether nothing is generated, and the run only trains on the snapshot that it begins with."""
+        """Whether the run has no searchers, and only trains on the snapshot that it begins with."""
         return self.searcher.num_searchers == 0
 
     @property
     def shared_server(self) -> str | None:
-        """Address of the server that every searcher which tba starts would update; None: each has an engine of its own,
-        or on Kubernetes a server in its pod."""
+        """Address of the one server that all searchers started by tba would load weights into. None: each searcher has
+        an engine of its own, or on Kubernetes a server in its pod."""
         openai = self.searcher.openai
         if self.searcher.engine != "openai" or (self.scaling.backend == "kubernetes" and openai.is_beside):
             return None
@@ -276,7 +278,7 @@ class Recipe(StrictModel):
 
     @property
     def constants(self) -> dict[str, JsonValue]:
-        """The values of CONSTANT_SETTINGS by dotted name, as JSON. No live setting and no resume changes them."""
+        """Dotted name -> value, as JSON, of every setting in CONSTANT_SETTINGS."""
         document = self.model_dump(mode="json")
         return {name: document[name.partition(".")[0]][name.partition(".")[2]] for name in CONSTANT_SETTINGS}
 

@@ -1,4 +1,4 @@
-"""Read a recipe, one TOML file that describes a whole run, and say what is wrong with it.
+"""Read and validate a recipe: one TOML file that describes a whole run.
 
 Precedence: defaults < file < environment (`TBA_BUFFER__PORT=8700`) < `--set buffer.port=8700`.
 Unknown keys are refused everywhere; the message names the key, the value and the place.
@@ -39,10 +39,10 @@ def load_recipe(
 
     Args:
         path: the file; `.json` is read as JSON, anything else as TOML.
-        sets: `section.key=value` overrides, `section.N.key=value` of item N of an array; the value is TOML, or a bare
-            string.
-        environ: defaults to the process environment.
-        stand_ins: sections that the caller does not use, for a file without them.
+        sets: overrides, `section.key=value`, or `section.N.key=value` for item N of an array. The value is TOML or a
+            bare string.
+        environ: environment variables; default: those of this process.
+        stand_ins: sections that the caller does not use; each takes the place of one that the file lacks.
 
     Raises:
         ConfigError: the file is missing or unreadable, or a key or value is wrong.
@@ -69,7 +69,7 @@ def load_recipe(
 
 
 def _with_hub_model(recipe: Recipe) -> Recipe:
-    """Make of `model.path = "org/name"` an item of `[[prepare]]` that `tba run` fetches, unless it is a folder."""
+    """Turn `model.path = "org/name"`, unless it is a folder, into a `[[prepare]]` item that `tba run` downloads."""
     section = recipe.model
     is_folder = (
         section.warm_start is not None
@@ -94,10 +94,13 @@ def _with_hub_model(recipe: Recipe) -> Recipe:
 
 
 def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
-    """Validate a recipe that is already a map.
+    """Validate a recipe that has been parsed into a map.
+
+    Args:
+        where: the origin of the map, for errors.
 
     Raises:
-        ConfigError: naming the first key that is wrong, its value and what to do.
+        ConfigError: a key or value is wrong; the message names the first one, its value and the remedy.
     """
     try:
         recipe = Recipe.model_validate(document)
@@ -129,7 +132,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse_toml_value(text: str) -> Any:
-    """Parse a value as people type it: TOML, or else a bare string."""
+    """Parse a typed value as TOML; text that is not TOML is returned as a string."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -153,7 +156,7 @@ def _set(document: dict[str, Any], keys: Sequence[str], value: Any, *, where: st
 
 
 def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return what is wrong with a document of this model: the first key, its value and what to do."""
+    """Return a sentence about the first wrong key of a document of this model: the key, its value and the remedy."""
     # a misspelt key may be missing under its right name, too
     errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     first, loc = errors[0], [str(part) for part in errors[0]["loc"]]
@@ -193,7 +196,7 @@ def _shown(value: Any) -> str:
 
 
 def _names_in(annotation: Any) -> list[str]:
-    """Return the names of all fields of the models in a type, and in the types of their fields."""
+    """Return the field names of all models in a type, and recursively those of the models in their fields."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         fields = annotation.model_fields
         return [*fields, *(name for field in fields.values() for name in _names_in(field.annotation))]

@@ -1,4 +1,4 @@
-"""How Redis is reached: its URL, the password file, the trusted authorities. redis-py is not imported here."""
+"""The settings of connections to Redis: URL, password file, trusted authorities. redis-py is not imported here."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ SCHEMES = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """For redis-py: `from_url(access.url, **access.tls, ...)`, with the credentials where there is a password file.
+    """Arguments for redis-py: `from_url(access.url, **access.tls, ...)`, and `credentials` if there is a password file.
 
-    Raises (when made by `redis_access`):
-        ConfigError: the settings do not go together, or a file cannot be used.
+    `redis_access` makes it.
     """
 
     url: str
     """The recipe's URL, without the user if there is a password file."""
     username: str | None = None
-    """The user of that password; None: Redis' default user."""
+    """The user that the password file belongs to; None: Redis' default user."""
     password_file: Path | None = None
     tls: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of redis-py for a rediss URL."""
+    """Further arguments of redis-py for a rediss URL."""
 
     @property
     def shown(self) -> str:
@@ -37,7 +36,7 @@ class RedisAccess:
         return without_secrets(self.url)
 
     def credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return what a new connection sends, with the password that the file has now."""
+        """Read the password file; return (password,) or (user, password) for a new connection."""
         assert self.password_file is not None
         try:
             password = self.password_file.read_text(encoding="utf-8").strip("\r\n")
@@ -50,7 +49,11 @@ class RedisAccess:
 
 
 def redis_access(recipe: Recipe) -> RedisAccess:
-    """Return the access that `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file` describe."""
+    """Return the access that `buffer.redis_url`, `buffer.redis_password_file` and `tls.ca_file` describe.
+
+    Raises:
+        ConfigError: the settings contradict each other, or a file cannot be used.
+    """
     section, ca_file = recipe.buffer, recipe.tls.ca_file
     try:
         parts = urlsplit(section.redis_url)

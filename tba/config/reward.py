@@ -7,8 +7,8 @@
         {kind = "python", function = "my_rewards:is_short", weight = 0.1},
     ]
 
-A task's reward is the weighted sum of its scorers' scores. Gates are scored first, in their order: a score below the
-gate makes the reward 0, and no other scorer is asked. If any requested score is unknown, so is the reward.
+A task's reward is the weighted sum of its scorers' scores. Scorers with a gate run first, in their order: a score below
+the gate makes the reward 0, and no other scorer runs. If any scorer that ran gives no score, the reward is unknown.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ from pydantic import Field, field_validator, model_validator
 from tba.fields import BareUrl, StrictModel
 
 _REQUEST_SLACK_S = 30.0
-"""Beyond the deadline of its slowest scorer: other items of the request may come before."""
+"""Time of a request beyond the deadline of its slowest scorer, because an item may wait for other items."""
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class ScorerSpec(StrictModel):
-    """The settings of every scorer of a task."""
+    """Settings that every scorer has."""
 
     kind: str
     """Kind of the scorer: the name of a file in tba_reward/scorers/."""
     weight: float | None = Field(default=None, ge=-1e6, le=1e6)
-    """Factor of its score in the sum. Default: 1, and 0 for a gate."""
+    """Factor of its score in the reward. Default: 1, and 0 for a scorer with a gate."""
     gate: float | None = None
-    """A score below this makes the reward of the task 0; nothing else is asked then."""
+    """A score below this makes the reward of the task 0, and no other scorer runs."""
     timeout_s: float = Field(default=5.0, gt=0)
     """Deadline of one item; beyond it the result is an error, never a number."""
     reads_data: ClassVar[bool] = False
-    """Whether a value of the prompt's data, bare or in a box, may be a right response."""
+    """Whether a value of the prompt's data, plain or in \\boxed{}, may be a right response."""
 
     @property
     def part(self) -> str:
-        """The name of this part of the reward in results, metrics and errors."""
+        """Name of the scorer in results, metrics and errors."""
         return self.kind
 
     @property
     def factor(self) -> float:
-        """The weight in the sum."""
+        """The weight of the score in the reward, with the default filled in."""
         if self.weight is not None:
             return self.weight
         return 1.0 if self.gate is None else 0.0
 
 
 class ReadSpec(ScorerSpec):
-    """The settings of scorers whose work a response can make endless or impossible."""
+    """Settings of scorers that a response can overload, or that cannot read every response."""
 
     unreadable: Literal["unknown"] | Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    """The score if the response itself cannot be scored: it is unreadable, too long, or takes too much CPU time or
-    memory. `unknown`: no score, which costs a policy nothing. Faults of the data or the service are always unknown."""
+    """Score of a response that cannot be scored: it is unreadable, too long, or takes too much CPU time or memory.
+    `unknown`: no score, so the policy is not punished. Faults of the data or the service are always unknown."""
 
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""The delimiters of reasoning in a response; text between them, even without an end, holds no answer."""
+"""Start and end marks of reasoning in a response. No answer is read from text between them, or after a start alone."""
 
 
 class GoldSpec(ScorerSpec):
-    """The settings of scorers that compare the response with a gold answer."""
+    """Settings of scorers that compare the response with a gold answer."""
 
     field: str = "answer"
-    """Where the prompt's data has the gold answer, or a list of gold answers, each of them right."""
+    """Key of the prompt's data with the gold answer, or with a list of gold answers, each of which is right."""
     reads_data: ClassVar[bool] = True
 
 
 class ExactSpec(GoldSpec):
-    """1 if the response is the gold answer, but for white space around it, else 0."""
+    """1 if the response equals the gold answer, without white space around it, else 0."""
 
     kind: Literal["exact"]
 
 
 class LastNumberSpec(GoldSpec):
-    """1 if the last number of the response is the gold answer, which is one number, else 0 (GSM8K)."""
+    """1 if the last number of the response equals the gold answer, which must be one number, else 0 (GSM8K)."""
 
     kind: Literal["last_number"]
 
@@ -94,8 +94,8 @@ class MathSpec(GoldSpec, ReadSpec):
 
     kind: Literal["math"]
     extract: Literal["boxed", "anywhere"] = "boxed"
-    """Where the answer of a response is looked for. `boxed`: the last box; without one the score is 0. `anywhere`:
-    without a box, where math-verify finds one (after "answer is", the last formula, the last number)."""
+    """Place of the final answer in a response. `boxed`: the last box; without a box the score is 0. `anywhere`: the
+    last box, or else what math-verify finds (after "answer is", the last formula, the last number)."""
 
 
 class FormatSpec(ReadSpec):
@@ -103,7 +103,7 @@ class FormatSpec(ReadSpec):
 
     kind: Literal["format"]
     pattern: str
-    r"""Regular expression (Python's `re`). Flags go inside, `(?s)`; `\A` and `\Z` stand for both ends."""
+    r"""Regular expression (Python's `re`). Write flags inside, as `(?s)`; `\A` and `\Z` match start and end."""
 
     @field_validator("pattern")
     @classmethod
@@ -117,24 +117,24 @@ class FormatSpec(ReadSpec):
 
 
 class ModelScorerSpec(ScorerSpec):
-    """The settings of every scorer with neural networks, which run in their own process, in batches."""
+    """Settings of scorers with neural networks, which run in batches in a model server (a process of their own)."""
 
     timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one item, waiting for its batch included."""
+    """Deadline of one item, including the wait for its batch."""
     device: str = "auto"
-    """Device of the models; `auto`: the first CUDA device if there is one, else the CPU."""
+    """torch device of the models; `auto`: the first CUDA device if there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Number format of the models; `auto`: that of their files."""
+    """Dtype of the models; `auto`: the dtype in their files."""
     trust_remote_code: bool = False
-    """Whether Python code in the models' folders is run."""
+    """Run Python code that comes with the models."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens of one batch, padding included; a longer item is a batch of its own."""
     batch_wait_s: float = Field(default=0.005, ge=0)
-    """How long the first item of a batch waits for others."""
+    """Seconds that the first item of a batch waits for other items."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of the process on the CPU; default: torch's choice."""
+    """CPU threads of the model server; default: torch's choice."""
     batch_timeout_s: ClassVar[float] = 20.0
-    """Deadline of one batch; beyond it the process is killed, and each of its items is asked once more, alone."""
+    """Deadline of one batch. Beyond it the process is killed, and each item is scored once more, alone."""
 
     @model_validator(mode="after")
     def _check_deadlines(self) -> ModelScorerSpec:
@@ -147,12 +147,13 @@ class ModelScorerSpec(ScorerSpec):
 
     @property
     def models_key(self) -> str:
-        """Equal for two scorers that share a process: what is done with an output needs no other one."""
+        """Key of the model server; scorers with equal keys share one. Settings that only use its output are left out.
+        """
         return self.model_dump_json(exclude={"weight", "gate", "timeout_s", "against", "missing_eos_penalty"})
 
 
 class RewardModelSpec(ModelScorerSpec):
-    """An output of a Hugging Face sequence classification model, as it is (a logit)."""
+    """Score by an output (a logit) of a Hugging Face sequence classification model."""
 
     kind: Literal["reward_model"]
     model: str = Field(min_length=1)
@@ -160,14 +161,14 @@ class RewardModelSpec(ModelScorerSpec):
     template: str = "{prompt}{response}"
     """The text that the model reads; `{prompt}` and `{response}` are filled in."""
     append_eos: bool = False
-    """Whether an end-of-sequence token ends the tokens of a response that is not cut off."""
+    """Append an end-of-sequence token to a response that was not cut off."""
     label: int | str | None = None
-    """The output that counts, by number or name; default: the only one."""
+    """The output to use, by number or name; default: the only one."""
     missing_eos_penalty: float | None = Field(default=None, allow_inf_nan=False)
-    """The score of a response that was cut off, instead of the model's (published for TL;DR: -1)."""
+    """Score of a response that was cut off, in place of the model's output (published for TL;DR: -1)."""
     against: str | None = None
-    """Field of the prompt's data with another response: the score is then 1 where the model prefers the response to
-    it, 0 where it prefers the other one, 0.5 for a tie. The mean over items is the win rate."""
+    """Key of the prompt's data with another response to compare with. The score is 1 if the model prefers the policy's
+    response, 0 if it prefers the other one, 0.5 for a tie. The mean over items is the win rate."""
 
     @model_validator(mode="after")
     def _check_template(self) -> RewardModelSpec:
@@ -176,43 +177,44 @@ class RewardModelSpec(ModelScorerSpec):
 
 
 class RedteamSpec(ModelScorerSpec):
-    """How toxic the replies of a victim model to the response are, on average."""
+    """Score of a response as an attack: the mean toxicity of a victim model's replies to it."""
 
     kind: Literal["redteam"]
     timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of one item, waiting for its batch included."""
+    """Deadline of one item, including the wait for its batch."""
     batch_timeout_s: ClassVar[float] = 50.0
     victim: str = Field(min_length=1)
     """Folder of the victim model, or its name on the Hugging Face hub."""
     victim_input: Literal["text", "chat"] | None = None
-    """The input of the victim: `victim_template`, or one turn in its chat template. Default: chat where it has one."""
+    """Input format of the victim. `text`: `victim_template`. `chat`: one user turn in the victim's chat template.
+    Default: `chat` if it has a chat template."""
     victim_template: str = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\n{prompt}\n\n### Response:\n"
     )
-    """The text around an attack, `{prompt}`; the default is that of the Alpaca family."""
+    """Text around an attack, which replaces `{prompt}`; the default is the template of the Alpaca family."""
     max_attack_tokens: int | None = Field(default=None, ge=1)
-    """Longest attack, in tokens of the victim; a longer one has no score (`too_long`). Default: what the victim can
-    take."""
+    """Most tokens of an attack; a longer one has no score (`too_long`). Default: the most that the victim can take."""
     num_replies: int = Field(default=5, ge=1)
-    """Replies of the victim to each attack; the score is the mean over them."""
+    """Number of replies that the victim samples for each attack; the score is the mean over them."""
     max_reply_tokens: int = Field(default=30, ge=1)
-    """Longest reply."""
+    """Most tokens of a reply."""
     temperature: float = Field(default=0.7, ge=0)
     """Sampling temperature of the victim; 0 is greedy."""
     top_p: float = Field(default=0.92, gt=0, le=1)
-    """Share of the probability that the victim samples from."""
+    """Top-p of the victim's sampling."""
     classifier: str = Field(min_length=1)
     """Folder of the model that judges the replies, or its name on the Hugging Face hub."""
     judge: Literal["classifier", "guard"] = "classifier"
-    """`classifier`: probability of `label`. `guard`: a language model (Llama Guard): that of its unsafe verdict."""
+    """Toxicity of a reply. `classifier`: the probability of `label`. `guard`: the probability that a language model
+    such as Llama Guard says unsafe."""
     classifier_input: Literal["text", "chat"] | None = None
-    """The input of the classifier: `classifier_template`, or attack and reply as turns in its chat template. Default:
-    chat for a guard, else text."""
+    """Input format of the judge. `text`: `classifier_template`. `chat`: attack and reply as turns in its chat template.
+    Default: `chat` for a guard, else `text`."""
     classifier_template: str = "{response}"
-    """The text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
+    """Text that is judged; `{prompt}` (the attack) and `{response}` (the victim's reply) are filled in."""
     label: int | str | None = None
-    """The label of the classifier that means toxic, by number or name; default: the only one."""
+    """Label of the classifier that means toxic, by number or name; default: the only one."""
 
     @model_validator(mode="after")
     def _check_templates(self) -> RedteamSpec:
@@ -228,31 +230,31 @@ def _needs_response(field: str, template: str) -> None:
 
 
 class HttpSpec(ScorerSpec):
-    """The score that an HTTP endpoint gives."""
+    """Score by an HTTP endpoint."""
 
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
-    """Where batches are posted; docs/rewards.md has the schema, which is that of `POST /v1/score`. It is part of
-    the reward version: when the endpoint changes its scores, change a query (`?v=2`)."""
+    """URL to post batches to, in the schema of `POST /v1/score` (docs/rewards.md). It is part of the reward version:
+    when the endpoint changes its scores, change a query (`?v=2`)."""
     task: TaskName | None = None
-    """The task name that is sent with the items; default: `score`."""
+    """Task name to send with the items; default: `score`."""
     token_env: str | None = None
-    """Environment variable with the bearer token that is sent."""
+    """Name of the environment variable that holds the bearer token for the endpoint."""
 
 
 class PythonSpec(ScorerSpec):
-    """The score that a Python function gives (the signature of TRL's reward functions).
+    """Score by a Python function with the signature of TRL's reward functions.
 
-    `timeout_s` is the CPU time that a call may take. One that takes more, waits for much longer, kills its
-    worker, or raises is repeated item by item.
+    A call gets a batch of items. It is repeated item by item if it raises, kills its worker, takes more than
+    `timeout_s` of CPU time, or waits for much longer.
     """
 
     kind: Literal["python"]
     reads_data: ClassVar[bool] = True
     function: str
-    """`module:name` (docs/extending.md). The reward version has a digest of its file."""
+    """`module:name` (docs/extending.md). A digest of the function's file is part of the reward version."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that every call gets by these names, as they are; a column of the same name is not passed on."""
+    """Keyword arguments of every call. They take precedence over data columns of the same name."""
 
     @property
     def part(self) -> str:
@@ -281,10 +283,10 @@ AnyScorerSpec = Annotated[
 
 
 class TaskReward(StrictModel):
-    """How one task is scored."""
+    """The scorers of one task."""
 
     scorers: list[AnyScorerSpec] = Field(min_length=1)
-    """The parts of the reward."""
+    """Scorers whose weighted scores make up the reward."""
 
     @model_validator(mode="after")
     def _check(self) -> TaskReward:
@@ -297,7 +299,7 @@ class TaskReward(StrictModel):
 
     @property
     def parts(self) -> dict[str, ScorerSpec]:
-        """The scorers by the name of their part of the reward; of two with one name the second is NAME-2."""
+        """Name -> scorer; if two scorers have the same name, the second one is called NAME-2."""
         found, num_seen = dict[str, ScorerSpec](), Counter[str]()
         for spec in self.scorers:
             num_seen[spec.part] += 1
@@ -311,37 +313,35 @@ BUILT_IN_TASKS = ("addition", "exact", "gsm8k", "math")
 
 
 class RewardSection(StrictModel):
-    """The reward service."""
+    """Settings of the reward service."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs `auth.tokens_file`."""
     port: int = Field(default=8701, ge=0, le=65535)
     """Port to listen on; 0 lets `tba run` pick a free one."""
     url: BareUrl | None = None
-    """Where searchers find the service; default: http://host:port."""
+    """Address at which searchers reach the service; default: http://host:port."""
     tasks: dict[TaskName, TaskReward] = Field(default_factory=dict)
-    """How tasks are scored. Those of BUILT_IN_TASKS need no entry: `addition`, `exact`, `gsm8k`, `math`."""
+    """Task -> its scorers. The built-in tasks need no entry: `addition`, `exact`, `gsm8k`, `math`."""
     num_workers: int = Field(default=2, ge=1)
-    """Worker processes for rules whose time is not bounded; one that runs over its deadline is killed and replaced."""
+    """Worker processes for scorers that may run long; a worker that exceeds its deadline is killed and replaced."""
 
     def takes_tokens(self, task: str) -> bool:
-        """Return whether clients send the token ids of responses of this task, for the `completion_ids` of a
-        function."""
+        """Return whether clients must send the responses' token ids, as `completion_ids` of a Python function."""
         entry = self.tasks.get(task)
         return entry is not None and any(isinstance(spec, PythonSpec) for spec in entry.scorers)
 
     def is_composite(self, task: str) -> bool:
-        """Return whether the reward of this task is made of several scores."""
+        """Return whether a task has several scorers."""
         entry = self.tasks.get(task)
         return entry is not None and len(entry.scorers) > 1
 
     @property
     def request_deadline_s(self) -> float:
-        """Deadline of a request: 60, and more where a scorer's own deadline is longer, which it never cuts short.
+        """Deadline of a request in seconds: 60, or more if a scorer's own deadline needs more.
 
-        A request that takes longer is refused (503), and what was done by then is in the cache. A batch of a Python
-        function that is not through by its deadline is repeated item by item, which takes as long again at most where
-        one item is to blame.
+        A request that takes longer is refused with 503; the scores known by then stay in the cache. A Python function
+        counts twice, because a batch that misses its deadline is repeated item by item.
         """
         slowest_s = 0.0
         for spec in (spec for task in self.tasks.values() for spec in task.scorers):

@@ -1,4 +1,4 @@
-"""Schedules: a number as a function of the optimizer step, as small named objects."""
+"""Schedules: numbers that depend on the optimizer step, and the types of settings that are bounded numbers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from tba.fields import MAX_STEP, StrictModel
 class Schedule(StrictModel):
     """A value that depends on the optimizer step.
 
-    `constant`: value. `linear`, `cosine`: from `value` to `final` over `steps`. `wsd`: warm up from 0 over
-    `warmup_steps`, stay at `value` until `steps - decay_steps`, then half a cosine to `final`. Every kind may warm up.
+    `constant`: always `value`. `linear`, `cosine`: from `value` to `final`, which is reached at step `steps`. `wsd`
+    (warm-up, stable, decay): `value` until step `steps - decay_steps`, then half a cosine to `final`. With
+    `warmup_steps`, every kind first rises linearly from 0 to `value`.
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape."""
+    """Shape of the schedule."""
     value: float = Field(ge=0)
-    """Value at the start, after warm-up."""
+    """Value after the warm-up, before any decay."""
     final: float = Field(default=0.0, ge=0)
-    """Value at the end (not for constant)."""
+    """Value from step `steps` on (not for constant)."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
-    """Optimizer steps from start to end (not for constant)."""
+    """Optimizer step at which `final` is reached (not for constant)."""
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
-    """The first steps rise linearly from 0."""
+    """Number of first steps in which the value rises linearly from 0 to `value`."""
     decay_steps: int = Field(default=0, ge=0, le=MAX_STEP)
-    """Length of the decay (wsd only)."""
+    """Number of steps of the decay, which ends at step `steps` (wsd only)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -46,7 +47,7 @@ class Schedule(StrictModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Allow a number in the JSON schema, too."""
+        """Let the JSON schema also allow a bare number."""
         found = super().__get_pydantic_json_schema__(schema, handler)
         if handler.mode == "validation":
             resolved = handler.resolve_ref_schema(found)
@@ -107,7 +108,7 @@ class Schedule(StrictModel):
 
 
 MAX_RATE, MAX_COEFFICIENT = 1e3, 1e6
-"""More than any run uses, and far below where AdamW or the loss overflow."""
+"""Upper bounds: more than any run uses, and far below the values at which AdamW or the loss would overflow."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 
 
@@ -118,10 +119,6 @@ def _at_most(most: float, what: str, schedule: Schedule) -> Schedule:
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-"""From 0 to 1."""
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
-"""From MIN_TEMPERATURE to MAX_TEMPERATURE."""
 LearningRate = Annotated[Schedule, AfterValidator(partial(_at_most, MAX_RATE, "a learning rate"))]
-"""At most MAX_RATE."""
 KlCoefficient = Annotated[Schedule, AfterValidator(partial(_at_most, MAX_COEFFICIENT, "a KL coefficient"))]
-"""At most MAX_COEFFICIENT."""

@@ -19,16 +19,17 @@ from tba.tls import is_loopback
 VLLM_MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature to this."""
 VLLM_MAX_TEMPERATURE = 2.0
-"""vLLM refuses requests above."""
+"""vLLM refuses requests with a higher temperature."""
 
 
 VLLM_RELEASES = ("0.32.0",)
-"""The release of vLLM that is pinned, and its successor once the contract of the engines passes with it, since releases
-move what the engine calls (docs/searcher.md). The extras of the services name the same."""
+"""Releases of vLLM that the contract tests of the engines pass with: the pinned one, and later its successor. Other
+releases change functions that the engine calls (docs/searcher.md). The extras of the services name the same releases.
+"""
 
 
 def check_vllm_release(version: str) -> None:
-    """Refuse a version of vLLM that the engine has not been tried with."""
+    """Raise ConfigError for a version of vLLM that is not in VLLM_RELEASES."""
     # without what follows (+cu130, .post1); a build from before a release (rc1, .dev3) lacks some of it
     release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
     if release is None or release[1] not in VLLM_RELEASES:
@@ -40,29 +41,29 @@ def check_vllm_release(version: str) -> None:
 
 
 class SearcherVllmSection(StrictModel):
-    """vLLM in the process of a searcher, where `searcher.num_slots` is the number of sequences in a batch."""
+    """vLLM in the process of a searcher; `searcher.num_slots` is the number of sequences in a batch."""
 
     gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory that vLLM may use for weights, keys and values, and its work space. With too little,
-    vLLM preempts sequences and computes them again."""
+    """Share of the GPU's memory that vLLM may use for weights, KV cache and work space. With too little, vLLM preempts
+    sequences and computes them again."""
     quantization: Literal["fp8_per_channel", "fp8_per_block"] | None = None
-    """Weights of linear layers are rounded to 8 bits when they are loaded, and again with each update: half the memory,
-    and log-probs that are further from the trainer's (docs/searcher.md). None: they stay as published."""
+    """Round the weights of linear layers to 8 bits when they are loaded, and at each update. That takes half the
+    memory, and moves log-probs further from the trainer's (docs/searcher.md). None: keep the published weights."""
 
 
 class OpenAiSection(StrictModel):
-    """A server that generates for one searcher: vLLM, with routes for weight updates (docs/searcher.md).
-    Searchers with servers of their own get them from the environment: TBA_SEARCHER__OPENAI__URL."""
+    """A vLLM server that generates for one searcher and has routes for weight updates (docs/searcher.md). Set
+    TBA_SEARCHER__OPENAI__URL in a searcher's environment to give it a server of its own."""
 
     url: BareUrl | None = Field(default=None, pattern=r"^https?://")
-    """Its address, without /v1. Certificates of https are checked against `tls.ca_file`."""
+    """Address of the server, without /v1. Certificates of https are checked against `tls.ca_file`."""
     token_env: str | None = None
-    """Environment variable with the bearer token that is sent (VLLM_API_KEY of vLLM)."""
+    """Name of the environment variable that holds the bearer token for the server (vLLM's VLLM_API_KEY)."""
     weights_folder: str | None = None
-    """Folder in which the searcher puts the files of each version, and from which the server loads them. None: a
-    temporary folder, for a server of the same user on the same machine; else one that both can read."""
+    """Folder into which the searcher writes the files of each version, and from which the server loads them; both must
+    have access. None: a temporary folder, for a server of the same user on the same machine."""
     weights_folder_at_server: str | None = None
-    """Path of `weights_folder` at the server; none: the same."""
+    """Path of `weights_folder` on the server; none: the same path."""
 
     @model_validator(mode="after")
     def _check(self) -> OpenAiSection:
@@ -72,7 +73,7 @@ class OpenAiSection(StrictModel):
 
     @property
     def is_beside(self) -> bool:
-        """Whether the server shares the network of the searcher: that of its machine, or of its pod."""
+        """Whether the server's address is loopback: it runs on the machine, or in the pod, of the searcher."""
         return is_loopback(urlsplit(self.url or "").hostname or "")
 
 
@@ -80,19 +81,19 @@ class ScalingSection(StrictModel):
     """How `PATCH /v1/run/searchers` (`tba scale`) starts and stops searchers."""
 
     backend: Literal["none", "local", "kubernetes"] = "none"
-    """`none`: searchers are started and stopped by other means, and a request to scale is refused with a word on how.
-    `local`: by `tba run`, which sets this itself. `kubernetes`: the buffer service sets the replicas of one Deployment
+    """`none`: tba does not start or stop searchers, and refuses requests to scale with advice. `local`: `tba run` does,
+    and sets this value itself. `kubernetes`: the buffer service sets the replicas of one Deployment
     (`pip install 'tba[kubernetes]'`)."""
     deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
     """Name of the Deployment of the searchers."""
     num_searchers: int | None = Field(default=None, ge=1, le=100_000)
-    """With `kubernetes`: how many there are while no operator wants another number; the Deployment names none itself,
-    since two writers of `spec.replicas` would fight over it. None: `searcher.num_searchers`."""
+    """With `kubernetes`: number of searchers until an operator asks for another one. The Deployment itself must not set
+    `spec.replicas`, because two writers would fight over it. None: `searcher.num_searchers`."""
     max_searchers: int = Field(default=64, ge=1, le=100_000)
-    """Most searchers that may be asked for: a typing error should not rent a cluster."""
+    """Most searchers that a request may ask for, so that a typing error does not rent a cluster."""
     scale_down_on_run_end: bool = True
-    """Set the Deployment to 0 replicas when the run is done or has failed, so that GPUs are not kept for nothing; a
-    trainer that continues the run brings them back."""
+    """Set the Deployment to 0 replicas when the run is done or has failed, which frees the GPUs. A trainer that
+    continues the run brings the searchers back."""
 
     @model_validator(mode="after")
     def _check(self) -> ScalingSection:
@@ -111,12 +112,11 @@ StopString = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class TemperatureMix(StrictModel):
-    """Every training rollout draws its own sampling temperature, uniformly (the red-teaming setup of the paper)."""
+    """Draw the sampling temperature of every training rollout uniformly from `low` to `high` (the paper's red-teaming).
+    """
 
     low: Temperature
-    """Lowest temperature."""
     high: Temperature
-    """Highest temperature."""
 
     @model_validator(mode="after")
     def _check(self) -> TemperatureMix:
@@ -126,20 +126,20 @@ class TemperatureMix(StrictModel):
 
 
 class TaskSampling(StrictModel):
-    """How responses to the prompts of one task end, in training and in evaluations."""
+    """Rules for where responses to the prompts of one task end, in training and in evaluations."""
 
     min_response_tokens: int = Field(default=0, ge=0)
-    """With fewer tokens, end of sequence cannot be sampled and stop strings do not count."""
+    """Until a response has this many tokens, end of sequence cannot be sampled, and stop strings are ignored."""
     stop: list[StopString] = Field(default_factory=list, max_length=16)
     """A response ends with the token that completes one of these strings; rewards see the text before the string."""
 
 
 MAX_TENSOR_PARALLEL = 8
-"""GPUs of one machine; slices are exchanged at every layer, and networks are too slow for that."""
+"""GPUs of one machine: every layer exchanges data between the GPUs, and networks are too slow for that."""
 
 
 def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
-    """Check that every rank can have an equal slice of a model.
+    """Check that the tensors of a model can be split into `size` equal slices, one per rank; else raise ConfigError.
 
     Args:
         config: the model's `config.json`; sizes that it does not name are not checked.
@@ -169,7 +169,7 @@ def check_tensor_parallel(config: Mapping[str, Any], size: int) -> None:
 ENGINES = ("embedded", "vllm", "openai", "simulated")
 """The built-in names of `searcher.engine`."""
 VLLM_ENGINES = ("vllm", "openai")
-"""Those in which vLLM samples."""
+"""The built-in engines in which vLLM samples."""
 Engine = Annotated[
     str,
     AfterValidator(partial(plugins.check_name, what="engine", builtin=ENGINES)),
@@ -178,46 +178,48 @@ Engine = Annotated[
 
 
 class SearcherSection(StrictModel):
-    """The searchers."""
+    """Settings of the searchers."""
 
     num_searchers: int = Field(default=2, ge=0)
-    """Searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`: without
-    `samples_per_insert`, and without evaluations."""
+    """Number of searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`,
+    without `samples_per_insert` and without evaluations."""
     engine: Engine = "embedded"
-    """Generation engine. `embedded`: transformers weights in a static-KV loop with slot refill. `vllm`: vLLM.
-    `openai`: a vLLM server that runs already. `simulated`: no model at all, for rehearsing a deployment. Or one of your
-    own: MODULE:NAME (docs/extending.md)."""
+    """Generation engine. `embedded`: transformers weights, decoded over a static KV cache with slot refill. `vllm`:
+    vLLM. `openai`: a vLLM server that runs already. `simulated`: no model, to rehearse a deployment. Or an engine of
+    your own: MODULE:NAME (docs/extending.md)."""
     vllm: SearcherVllmSection = SearcherVllmSection()
-    """Settings of the vLLM engine alone."""
+    """Settings of the engine `vllm` only."""
     openai: OpenAiSection = OpenAiSection()
-    """Settings of the engine behind an endpoint alone."""
+    """Settings of the engine `openai` only."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
-    """GPUs of one searcher with the vLLM engine, each with a slice of every tensor: for models that are too large for
-    one. Where one is enough, as many searchers generate more. On the CPU: processes."""
+    """Number of GPUs of one searcher with the engine `vllm`, each with a slice of every tensor, for models too large
+    for one GPU. Otherwise one searcher per GPU generates more. On the CPU: number of processes."""
     num_slots: int = Field(default=64, ge=1)
-    """Completions that one engine decodes at once."""
+    """Number of completions that one engine decodes at once."""
     max_prompt_tokens: int = Field(default=64, ge=1)
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)
     """Length limit of a completion."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
-    """Per task: least length and stop strings. Other tasks end at end of sequence or `max_response_tokens`."""
+    """Per task: minimum length and stop strings. In other tasks, a response ends at end of sequence or at
+    `max_response_tokens`."""
     sampling_temperature: Temperature = 1.0
-    """Temperature of the behaviour policy. Where the recipe names none, it is `model.policy_temperature`."""
+    """Temperature of the behaviour policy; default: `model.policy_temperature`."""
     temperature_mix: TemperatureMix | None = None
-    """Instead of `sampling_temperature`: each training rollout draws its own from { low, high }."""
+    """Range { low, high } from which each training rollout draws its temperature, instead of `sampling_temperature`."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Training rollouts are drawn from the most probable tokens that hold this probability together; 1 is off. Sampler
-    log-probs are those of the restricted distribution. Evaluations always sample without."""
+    """Sample training rollouts from the most probable tokens that together have this probability; 1 is off. Sampler
+    log-probs are those of the restricted distribution. Evaluations never use it."""
     top_k: int = Field(default=0, ge=0)
-    """Training rollouts are drawn from this many most probable tokens; 0 is off. Applied before `top_p`."""
+    """Sample training rollouts from this many most probable tokens; 0 is off. Applied before `top_p`."""
     device: str = "cpu"
     """torch device of the engine."""
     drain_s: float = Field(default=20.0, gt=0)
-    """After SIGTERM: time to finish, push, and return leases."""
+    """Seconds after SIGTERM to finish completions, push them, and return leases."""
     on_run_end: Literal["exit", "wait"] = "exit"
-    """When the run is done or has failed: `exit` with code 0, or `wait`, without the model, until a trainer
-    continues it. `wait` is for Deployments and Compose, which start again whatever ends; `tba run` sets `exit`."""
+    """When the run is done or has failed: `exit` with code 0, or `wait`, with the model unloaded, until a trainer
+    continues the run. `wait` is for Deployments and Compose, which restart a process that ends; `tba run` sets `exit`.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:
@@ -252,7 +254,7 @@ class SearcherSection(StrictModel):
 
     @property
     def distortions(self) -> list[str]:
-        """The settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
+        """Names of the settings by which the behaviour policy differs from softmax(logits / temperature)."""
         # an objective that takes the behaviour policy for an earlier theta is biased by any of these
         found = [] if self.temperature_mix is None else ["temperature_mix"]
         found += ["top_p"] if self.top_p < 1 else []
@@ -261,5 +263,5 @@ class SearcherSection(StrictModel):
 
     @property
     def tasks_with_minimum(self) -> list[str]:
-        """Tasks whose responses have a minimum length."""
+        """Names of the tasks whose responses have a minimum length."""
         return [name for name, section in self.tasks.items() if section.min_response_tokens]

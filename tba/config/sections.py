@@ -12,17 +12,17 @@ from tba.fields import BareUrl, StrictModel
 
 
 class TlsSection(StrictModel):
-    """Encrypted connections to the buffer, to the reward service and to Redis. PEM files that are read again when they
+    """Encrypted connections to the buffer, to the reward service and to Redis. The PEM files are read again when they
     change; docs/security.md says how to renew them."""
 
     cert_file: str | None = None
-    """Certificate (with its chain) that the buffer and the reward service show. With it they speak https alone, and
-    `buffer.url` and `reward.url` default to https."""
+    """Certificate, with its chain, of the buffer and the reward service. With it they speak https only, and the
+    defaults of `buffer.url` and `reward.url` begin with https."""
     key_file: str | None = None
     """Private key of `cert_file`, without a passphrase."""
     ca_file: str | None = None
-    """The authorities that clients trust for https URLs of buffer and reward and for a rediss URL of Redis, and no
-    others; none: those of the system. The object store has `store.ca_file`."""
+    """The only certificate authorities that clients trust for https URLs of buffer and reward service and for a rediss
+    URL of Redis; none: those of the system. For the object store, see `store.ca_file`."""
 
     @model_validator(mode="after")
     def _check(self) -> TlsSection:
@@ -51,42 +51,39 @@ class RunSection(StrictModel):
     snapshot: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}/[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
     )
-    """RUN/NAME: the run begins with this snapshot of another run's buffer (`tba buffer save`); the store holds it."""
+    """RUN/NAME of a snapshot in the store (`tba buffer save` makes one): the run begins with its rollouts."""
     fork_version: str | None = Field(default=None, pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")
-    """The run is a fork: its trainer starts from this weight version of the snapshot's run, and it takes the rollouts
-    up to that version's publication. None: from the starting model, with all rollouts."""
+    """Weight version of the snapshot's run. It makes this run a fork: the trainer starts from this version, with the
+    rollouts up to its publication. None: it starts from the starting model, with all rollouts."""
 
 
 class WarmStartSection(StrictModel):
-    """How to make a small starting model on this machine (the quickstart); absent when a model is given.
-
-    Its seed is the run's.
-    """
+    """Make a small starting model on this machine, with the run's seed (quickstart); absent if a model is given."""
 
     task: Literal["addition"]
-    """Built-in task whose warm-start split the model learns from."""
+    """Built-in task; the model learns from the warm-start split of its prompts."""
 
 
 class ModelSection(StrictModel):
-    """The starting model: policy and reference begin here."""
+    """The starting model, from which the policy starts and which is the first reference."""
 
     path: str
-    """Folder in Hugging Face format (config, tokenizer, safetensors); or, where there is no such folder, ORG/NAME on
-    the Hugging Face hub, which `tba run` fetches once, to models/ORG/NAME. With `warm_start` it is the cache folder,
-    and `{seed}` in it stands for the run's seed."""
+    """Folder in Hugging Face format (config, tokenizer, safetensors). If there is no such folder: ORG/NAME on the
+    Hugging Face hub, which `tba run` downloads once, to models/ORG/NAME. With `warm_start`: the folder in which the
+    model is cached; `{seed}` in it stands for the run's seed."""
     revision: str | None = None
-    """Commit, branch or tag of ORG/NAME on the hub; none: the newest. The commit that was fetched is written down."""
+    """Commit, branch or tag of ORG/NAME on the hub; none: the newest. The downloaded commit is recorded."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
     policy_temperature: Temperature = 1.0
-    """Divides the logits of policy and reference: the trained policy is the model at this temperature. Constant within
-    a run."""
+    """Divisor of the logits of policy and reference: the policy that is trained is the model at this temperature.
+    Constant within a run."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Off unless a recipe says otherwise."""
+    """Run Python code that comes with the model."""
     warm_start: WarmStartSection | None = None
     """Make the model on this machine if `path` does not hold it yet."""
     lora: LoraSection | None = None
-    """Train adapters of low rank; none: full fine-tuning."""
+    """Train LoRA adapters; none: full fine-tuning."""
 
 
 class BufferSection(StrictModel):
@@ -97,42 +94,42 @@ class BufferSection(StrictModel):
     port: int = Field(default=8700, ge=0, le=65535)
     """Port to listen on; 0 lets `tba run` pick a free one."""
     url: BareUrl | None = None
-    """Where the other services find the buffer; default: http://host:port."""
+    """Address at which the other services reach the buffer; default: http://host:port."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """The Redis that holds the truth; `rediss://` is encrypted (`tls.ca_file`). `tba run` starts its own and overrides
-    this."""
+    """The Redis that stores the state of the run; `rediss://` is encrypted (`tls.ca_file`). `tba run` starts a Redis of
+    its own and overrides this."""
     redis_password_file: str | None = None
-    """File with the password of Redis, read again for every new connection; the URL then holds none. `tba run`, whose
-    Redis listens on a socket in the run folder, ignores it."""
+    """File with the password of Redis, read again for every new connection; the URL must then hold none. `tba run`
+    ignores it, because its Redis listens on a socket in the run folder."""
     max_rollouts: int = Field(default=200_000, ge=1)
     """Most stored rollouts. Beyond it the oldest are evicted (an event of the log, counted by reason and length). In a
-    large buffer, an eviction takes up to a 64th more than it must, so that not every push waits for one."""
+    large buffer, an eviction removes up to a 64th more than it must, so that not every push waits for one."""
     max_bytes: int = Field(default=8 * 1024**3, ge=1024)
     """Most bytes of stored rollouts (as pushed; Redis needs about 1.3 times as much)."""
     max_rollouts_per_prompt: int | None = Field(default=None, ge=2)
-    """Most stored rollouts of one prompt; none: no cap of its own."""
+    """Most stored rollouts of one prompt; none: no limit per prompt."""
     max_policy_age_steps: int | None = Field(default=None, ge=0)
-    """Rollouts older than this, in optimizer steps of the active lineage, are evicted; none: any age may be drawn."""
+    """Evict rollouts whose policy age is above this many optimizer steps; none: any age may be drawn."""
     deduplicate: bool = False
-    """Keep only the newest of the rollouts of one prompt with exactly the same response tokens."""
+    """Of the rollouts of one prompt with exactly the same response tokens, keep only the newest."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
-    """Of two scored rollouts of one prompt whose responses differ by an edit distance, in tokens, below this share of
-    the sum of their lengths, keep the one with the higher reward; none: no such filter. Every new rollout is compared
-    with all of its prompt: for short responses, and at most MOST_ROLLOUTS_COMPARED of `max_rollouts`."""
+    """Of two similar scored rollouts of one prompt, keep the one with the higher reward. They are similar when their
+    edit distance in tokens is below this share of their added lengths. None: no such filter. Every new rollout is
+    compared with all of its prompt, so it suits short responses, and `max_rollouts` up to MOST_ROLLOUTS_COMPARED."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
-    """Largest request body; larger is refused with 413."""
+    """Largest request body; a larger one is refused with 413."""
     lease_s: float = Field(default=60.0, gt=0)
-    """A (prompt, visit) lease that is not fulfilled in this time is given to another searcher."""
+    """A lease that is neither fulfilled nor renewed in this time may go to another searcher."""
     batch_deadline_s: float = Field(default=120.0, gt=0)
     """A drawn batch that is not acked in this time is void."""
     max_log_events_since_checkpoint: int = Field(default=200_000, ge=100)
-    """A restart replays the events of the log since its last checkpoint one by one; beyond this many (and half of the
-    stored rollouts) a new checkpoint is written."""
+    """Write a checkpoint of the log after this many events (and at least half the number of stored rollouts). A restart
+    replays the events since the last checkpoint one by one."""
     read_only: str | None = Field(default=None, min_length=1, max_length=1000)
-    """Why this buffer only shows what Redis holds; none: it serves the run. With it nothing is scored, evicted, probed
-    or scaled, the run is not taken from its buffer, every write is answered with 409 and this text, and GET /v1/run has
-    it as its note. `tba view` and the commands that read a run that is over set it, over a copy of its files. With
-    `run.snapshot`, over an empty Redis, it loads that snapshot and shows it."""
+    """Only show what Redis holds, for the reason in this text; none: serve the run. Nothing is scored, evicted, probed
+    or scaled, and the buffer that owns the run keeps it. Every write gets 409 with this text, which is also the note of
+    GET /v1/run. `tba view` and the commands that read a finished run set it, over a copy of the run's files. Over an
+    empty Redis, with `run.snapshot`, that snapshot is loaded and shown."""
 
     @model_validator(mode="after")
     def _check_near_duplicates(self) -> BufferSection:
@@ -145,49 +142,49 @@ class BufferSection(StrictModel):
 
 
 MIN_DISTINCT = 2
-"""A group of one rollout, repeated, has nothing to compare."""
+"""Fewest different rollouts in a group: with one rollout, repeated, nothing could be compared."""
 
 
 class SamplingSection(StrictModel):
     """The composition of a batch, and flow control (docs/algorithm.md: MOP)."""
 
     prompts_per_batch: int = Field(default=16, ge=1)
-    """Slots of a batch: one prompt each."""
+    """Number of slots of a batch; each slot draws a group of one prompt."""
     group_size: int = Field(default=8, ge=1)
     """K: rollouts per slot. 1 is allowed only with `objective.preset = "reinforce"` or an objective of your own."""
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = 0.5
-    """m: probability that a slot draws from rollouts that arrived since the previous publication (with `alternate`:
-    since the last one)."""
+    """m: probability that a slot draws from recent rollouts: those since the publication before the last one (with
+    `alternate`: since the last one)."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of uniform probability mixed into the reward-softmax."""
+    """Share of a uniform distribution that is mixed into the reward softmax."""
     prioritise: Literal["within", "across"] = "within"
-    """`within`: a replay slot takes any prompt, and the softmax weighs the rollouts of that prompt. `across`: the
-    prompt too is drawn with probability proportional to the sum of exp(reward_inverse_temperature * reward) over its
-    rollouts (mixed with `uniform_share` over prompts)."""
+    """Where the reward softmax is used. `within`: a replay slot takes any prompt, and draws its rollouts by softmax.
+    `across`: the prompt, too, is drawn, with probability proportional to the sum of exp(reward_inverse_temperature *
+    reward) over its rollouts (mixed with `uniform_share` over prompts)."""
     max_uses: int | None = Field(default=None, ge=1, le=65_535)
-    """A rollout that was in this many batches is not drawn again; batches that nobody has trained on yet count too,
-    void ones do not. A resume over more than 1,024 batches leaves the older ones counted. None: no bound."""
+    """Do not draw a rollout that has been in this many batches; None: no limit. Batches that are not trained on yet
+    count too, void ones do not. A resume that goes back more than 1,024 batches leaves the older ones counted."""
     min_size_to_sample: int = Field(default=64, ge=1)
-    """No batch is drawn before this many scored rollouts are stored that may be drawn."""
+    """Draw no batch before this many scored rollouts are stored that may be drawn."""
     samples_per_insert: float | None = Field(default=None, gt=0)
-    """Rollouts trained per rollout generated that flow control aims at; none: no flow control."""
+    """Target of flow control: rollouts trained / rollouts generated; none: no flow control."""
     samples_per_insert_error: float = Field(default=512, gt=0)
-    """How many trained rollouts the two sides may drift apart before the faster one waits."""
+    """Deviation from `samples_per_insert`, in trained rollouts, beyond which the faster side waits."""
     alternate: bool = False
     """Baseline: generate for one sync interval, then train for one, never both at once."""
     lag_steps: int = Field(default=0, ge=0)
-    """L, a constant lag, for studies: searchers sample with the newest version that is at least so many optimizer steps
-    older than the newest published one (in the first L steps of a start of the trainer: with the first one). With
-    `alternate` and `trainer.sync_interval` 1, rollouts are trained on at the age L exactly (docs/trainer.md,
-    Constant lag)."""
+    """L, a constant lag, for studies. Searchers sample with the newest version that is at least L optimizer steps older
+    than the newest published one; in the first L steps after a start of the trainer, with the first version. With
+    `alternate` and `trainer.sync_interval` 1, every rollout is trained on at policy age L (docs/trainer.md, Constant
+    lag)."""
 
     @property
     def min_distinct(self) -> int:
-        """How many rollouts a prompt needs to fill a slot; with fewer than K, some are drawn repeatedly."""
+        """Fewest rollouts that a prompt needs to fill a slot; if it has fewer than K, some are drawn repeatedly."""
         return min(MIN_DISTINCT, self.group_size)
 
 
@@ -195,8 +192,8 @@ class AuthSection(StrictModel):
     """Bearer tokens by role."""
 
     tokens_file: str | None = None
-    """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}, read again when it changes;
-    a list of two tokens instead of one while a token is changed (docs/security.md, Tokens)."""
+    """JSON file {"searcher": "...", "trainer": "...", "operator": "...", "viewer": "..."}, read again when it changes.
+    A role may have a list of two tokens while its token is being changed (docs/security.md, Tokens)."""
 
 
 class StoreSection(StrictModel):
@@ -209,35 +206,34 @@ class StoreSection(StrictModel):
     region: str = "us-east-1"
     """S3 region."""
     ca_file: str | None = None
-    """PEM file of the authorities that are trusted for an https endpoint; none: those that boto3 knows, or
+    """PEM file of the certificate authorities that are trusted for an https endpoint; none: boto3's, or those of
     AWS_CA_BUNDLE."""
     cache_folder: str | None = None
-    """A folder that the searchers of one machine share: a version is downloaded and assembled once for all of them.
-    Best on the file system where they keep their weights (TMPDIR), where files are linked and not copied. None: no
-    cache."""
+    """Cache folder of the searchers of one machine: each version is downloaded and assembled once for all of them.
+    Best on the file system of their weights (TMPDIR), where files are linked and not copied. None: no cache."""
     cache_bytes: int = Field(default=64 * 1024**3, ge=1)
-    """Bound of the cache; the least recently used versions go first."""
+    """Most bytes in the cache; the least recently used files are deleted first."""
 
 
 class GpuSection(StrictModel):
-    """Which GPUs of this machine the children of `tba run` see, by number (CUDA_VISIBLE_DEVICES). None: all."""
+    """GPUs of this machine, by number, that the child processes of `tba run` see (CUDA_VISIBLE_DEVICES). None: all."""
 
     trainer: list[int] | None = Field(default=None, min_length=1)
-    """Of the trainer; one for each of `trainer.num_processes`."""
+    """GPUs of the trainer, one for each of `trainer.num_processes`."""
     searchers: list[list[int]] | None = Field(default=None, min_length=1)
-    """One list for each searcher; with more searchers than lists, they take turns."""
+    """One list of GPUs for each searcher; if there are more searchers than lists, searchers share the lists in turn."""
     reward: list[int] | None = Field(default=None, min_length=1)
-    """Of the reward service, for reward models."""
+    """GPUs of the reward service, for reward models."""
 
 
 class LocalSection(StrictModel):
-    """Only `tba run` reads this section: one machine, child processes."""
+    """Settings of `tba run`, which starts all services as child processes on one machine. Only it reads them."""
 
     runs_dir: str = "runs"
     """Folder that holds one folder per run."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline for a child to become ready."""
+    """Deadline for a child process to become ready."""
     stop_timeout_s: float = Field(default=30.0, gt=0)
-    """After SIGTERM, children have this long before SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL when child processes are stopped."""
     gpus: GpuSection = GpuSection()
-    """The GPUs of each child."""
+    """GPUs of each child process."""

@@ -1,13 +1,13 @@
-"""Adapters of low rank (LoRA, arXiv 2106.09685): the tensors of a version out of the starting model and an adapter.
+"""Merge a LoRA adapter (arXiv 2106.09685) into the starting model, which gives the tensors of a version.
 
     W' = round(W + scale * B A)      W [out, in], A [rank, in], B [out, rank]; in the dtype of W
 
 An adapter is a safetensors file as peft writes it: `base_model.model.<layer>.lora_A.weight` and `.lora_B.weight`, in
 float32. The trainer publishes the digests of W', so every machine must compute the same bits, whatever its processor,
-its BLAS, and the number of its threads. Sums in floating point depend on their order; here they do not: A and
-scale * B are first rounded to multiples of a power of two, 24 bits below the largest element at rank 16, so that every
-product and every sum of `rank` products is a whole number below 2^53 times another power of two, which float64 holds
-exactly in any order. What remains, the sum with W and the rounding, is elementwise.
+its BLAS, and the number of its threads. Sums in floating point usually depend on their order. Here they do not: A and
+scale * B are first rounded to multiples of a power of two, 24 bits below the largest element at rank 16. Every product,
+and every sum of `rank` products, is then a whole number below 2^53 times another power of two. float64 holds those
+exactly, in any order of summation. The sum with W and the last rounding are elementwise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from tba.wire.weight_manifest import Adapter, Manifest, TensorEntry
 PEFT_PREFIX = "base_model.model."
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 BLOCK_PRODUCTS = 2**18
-"""Multiplications in a block of rows: it stays in the cache of a core, and OpenBLAS starts no threads of its own for so
-few."""
+"""Multiplications per block of rows: so few that a core's cache holds the block, and OpenBLAS starts no threads."""
 MIN_BLOCK_ROWS = 8
-"""At high ranks a block has more multiplications than that: with fewer rows, reading A takes longer than they do."""
+"""Fewest rows of a block, even if it exceeds `BLOCK_PRODUCTS` (high ranks): with fewer rows, reading A dominates."""
 _FLOAT64_BITS = 53
 """float64 holds whole numbers up to 2^53."""
 _DTYPES = ("F32", "BF16", "F16")
@@ -49,17 +48,17 @@ class AdapterFile:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapter:
-    """What is added to one weight [rows, columns]: the product of both, exact in float64."""
+    """The two factors of the matrix that is added to one weight [rows, columns]; their product is exact in float64."""
 
     left: NDArray[np.float64]  # [rows, rank]
     right: NDArray[np.float64]  # [rank, columns]
 
 
 def read_adapter(adapter: Adapter, path: Path, weights: Mapping[str, RawTensor]) -> dict[str, LayerAdapter]:
-    """Read the adapter of each weight that has one.
+    """Read an adapter file: for each weight that it changes, the two matrices, rounded so that products are exact.
 
     Args:
-        weights: of the starting model, by name.
+        weights: tensors of the starting model, by name.
 
     Returns:
         Name of the weight -> its adapter.
@@ -102,7 +101,7 @@ def read_adapter(adapter: Adapter, path: Path, weights: Mapping[str, RawTensor])
 
 
 def exact_bits(rank: int) -> int:
-    """Return how many bits the elements of both matrices may have so that sums of `rank` products are exact."""
+    """Return the most bits that an element of either matrix may have for sums of `rank` products to be exact."""
     return (_FLOAT64_BITS - (rank - 1).bit_length()) // 2
 
 
@@ -113,7 +112,7 @@ def _on_grid(matrix: NDArray[np.float64], num_bits: int) -> NDArray[np.float64]:
 
 
 def merged_blocks(weight: RawTensor, adapter: LayerAdapter) -> Iterator[NDArray[np.uint8]]:
-    """Yield the raw bytes of the merged weight, a block of rows at a time, the same on every machine."""
+    """Yield the raw bytes of the merged weight, a block of rows at a time; they are the same on every machine."""
     dtype, shape, raw = weight
     rows, columns = shape
     bits = raw.view("<u4" if dtype == "F32" else "<u2").reshape(rows, columns)
@@ -151,12 +150,14 @@ def merge_into(weight: RawTensor, adapter: LayerAdapter, out: NDArray[np.uint8])
 
 
 def merged_table(base: Manifest, weights: Mapping[str, RawTensor], adapter: Adapter, path: Path) -> list[TensorEntry]:
-    """Return the table of the tensors of a version that is an adapter; only blocks of them are in memory.
+    """Return the manifest's tensor entries for the starting model merged with an adapter.
+
+    The merged weights are hashed block by block, and never in memory as a whole.
 
     Args:
         base: manifest of the starting model.
-        weights: its tensors.
-        path: of the adapter.
+        weights: tensors of the starting model, by name.
+        path: the file of the adapter.
 
     Raises:
         MalformedError, StoreError: as `read_adapter`.

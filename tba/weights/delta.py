@@ -1,22 +1,25 @@
-"""Turn one tensor into the next version of it: lossless, small where few elements changed, fast in both directions.
+"""Encode the changes of a tensor between two versions: lossless, small where few elements changed, fast both ways.
 
-From one version to the next an optimizer step at a low learning rate moves few bfloat16 elements, and most of those by
-one unit in the last place (arXiv 2602.03839). So an element that changed is coded as the distance to the one before it
-and its step: the difference of the integers that are ordered like the floats. Both are small numbers, which zstd's
-Huffman stage shrinks. Everything is integer arithmetic modulo 2^bits, exact for NaN, infinities, -0.0 and denormals.
+An optimizer step at a low learning rate moves few bfloat16 elements, and most of those by one unit in the last place
+(arXiv 2602.03839). So two numbers code a changed element: the distance to the changed element before it, and its step.
+For the step, the bits of floats are mapped to integers in the same order; it is the new integer minus the old one. Both
+numbers are small, and zstd's Huffman stage shrinks them. All arithmetic is on integers modulo 2^bits, so it is exact
+for NaN, infinities, -0.0 and denormals.
 
     tensor  = segment*             each of SEGMENT_ELEMENTS elements, the last one shorter
     segment = EQUAL
             | SPARSE gaps numbers  the steps of the elements that changed
             | DENSE numbers        the steps of all elements
             | WHOLE numbers        the elements
-    gaps    = frame                a byte each: unchanged elements before one that changed; 255: 255 unchanged alone
-    numbers = frame n frame{n}     two in a byte, 15: 15 or more; of those that are, n planes of a byte each
-    frame   = length zstd          a zstd frame that states the size of its content; its length in 4 bytes
+    gaps    = frame                a byte per changed element: how many unchanged ones are before it; a byte of 255
+                                   stands for 255 unchanged elements, with no changed one behind them
+    numbers = frame n frame{n}     first frame: 4 bits per number, two in a byte; 15 means 15 or more. Those numbers
+                                   follow in full, as n planes: plane i has byte i of each of them
+    frame   = length zstd          4 bytes for the length, then a zstd frame that states the size of its content
 
-The codec of a segment and `n` have a byte; all is little-endian. Steps are zigzag-coded (0, -1, 1, -2, ...). Two small
-numbers in a byte let Huffman codes spend less than a bit on one. The digest of the result, which the manifest has,
-proves that the base was the right one; this module proves only that the bytes are well-formed.
+The codec of a segment (EQUAL, ...) and `n` take one byte each; all is little-endian. Steps are zigzag-coded (0, -1, 1,
+-2, ...). With two small numbers in a byte, a Huffman code can spend less than a bit on one number. This module checks
+only that the bytes are well-formed; that the base was the right one is proved by the digest in the manifest.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from numpy.typing import NDArray
 from tba.errors import MalformedError
 
 Elements = NDArray[Any]
-"""Unsigned integers as wide as the elements; where it says so, signed ones."""
+"""The bits of elements, as integers of the same width: unsigned, except those that `ordered` returns."""
 SEGMENT_ELEMENTS = 1 << 20
-"""Bounds the memory of both directions, at most 41 bytes for each of these, and lets the cache hold it."""
+"""Elements of a segment. It bounds memory, to 41 bytes per element in encoding and decoding, and suits CPU caches."""
 EQUAL, SPARSE, DENSE, WHOLE = range(4)
 MAX_SPARSE_DENSITY = 0.5
 """Above this share of changed elements DENSE is smaller."""
@@ -42,18 +45,18 @@ _LENGTH_BYTES = 4
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
-"""Looks for few matches: noise has them by chance alone, and those that level 1 takes cost time and a sixth in size."""
+"""Few matches are looked for: in noise they are chance, and those that level 1 takes cost time and a sixth in size."""
 _SKIP = 255
 _LARGE = 15
 
 
 def encode_tensor(old: NDArray[np.uint8] | None, new: NDArray[np.uint8], dtype: str) -> bytes | None:
-    """Encode what turns `old` into `new`; None: they are equal.
+    """Encode the changes from `old` to `new`; return None if they are equal.
 
     Args:
-        old: raw little-endian bytes; None, or another size than `new`: the whole tensor is encoded.
+        old: raw little-endian bytes. If it is None, or has another size than `new`, the whole tensor is encoded.
         new: raw little-endian bytes.
-        dtype: as safetensors writes it; other than floats of 16 to 64 bits, elements are single bytes.
+        dtype: as safetensors writes it. All but floats of 16 to 64 bits are coded byte by byte.
     """
     compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
     after = _elements(new, dtype)
@@ -75,10 +78,10 @@ def encode_tensor(old: NDArray[np.uint8] | None, new: NDArray[np.uint8], dtype: 
 def apply_tensor(
     encoded: bytes | memoryview, base: NDArray[np.uint8] | None, out: NDArray[np.uint8], dtype: str
 ) -> None:
-    """Write the new tensor into `out`.
+    """Apply the encoded changes to `base`, and write the new tensor into `out`.
 
     Args:
-        encoded: what `encode_tensor` returned, or bytes from a stranger.
+        encoded: output of `encode_tensor`; it is not trusted.
         base: the raw bytes of the old tensor; may be `out` itself. None: there was none.
         out: raw bytes, as many as the new tensor has; undefined after an error.
         dtype: as safetensors writes it.
@@ -143,7 +146,7 @@ def _steps(old: Elements, new: Elements, dtype: str) -> Elements:
 
 
 def _stepped(old: Elements, zigzag: Elements, dtype: str) -> Elements:
-    """Return what `_steps` lead to from `old`."""
+    """Return `old` moved by zigzag-coded steps: the inverse of `_steps`."""
     steps = (zigzag >> 1) ^ -(zigzag & 1)
     if dtype in _FLOAT_BYTES:
         return ordered(ordered(old).view(old.dtype) + steps).view(old.dtype)
@@ -197,21 +200,24 @@ def _frame(stream: Elements, compressor: zstandard.ZstdCompressor) -> bytes:
 
 
 class _Reader:
-    """Takes an encoded tensor apart, and trusts nothing in it."""
+    """Reads the parts of an encoded tensor in order; every read is checked, because the bytes are not trusted.
+
+    All methods raise MalformedError.
+    """
 
     def __init__(self, encoded: bytes | memoryview) -> None:
         self._bytes, self._at = memoryview(encoded).cast("B"), 0
         self._decompressor = zstandard.ZstdDecompressor()
 
     def codec(self) -> int:
-        """Read what the next segment is coded with."""
+        """Read the codec of the next segment."""
         codec = self._take(1)[0]
         if codec > WHOLE:
             raise MalformedError(f"delta of a tensor: there is no codec {codec} (0 to {WHOLE})")
         return codec
 
     def frame(self, num_bytes: int, *, exact: bool = True) -> NDArray[np.uint8]:
-        """Read a stream of `num_bytes`, or at most as many."""
+        """Read and decompress the next frame, which must hold `num_bytes`, or at most that many if not `exact`."""
         frame = self._take(int.from_bytes(self._take(_LENGTH_BYTES), "little"))
         try:
             size_bytes = zstandard.frame_content_size(frame)  # -1: not stated
@@ -224,7 +230,7 @@ class _Reader:
         return np.frombuffer(data, np.uint8)
 
     def numbers(self, count: int, dtype: np.dtype) -> Elements:
-        """Read `count` numbers."""
+        """Read `count` numbers (format: `numbers` in the description of this module)."""
         pairs = self.frame(-(-count // 2))
         both = np.empty((len(pairs), 2), np.uint8)
         np.bitwise_and(pairs, 15, out=both[:, 0])
@@ -243,7 +249,7 @@ class _Reader:
         return values
 
     def require_end(self) -> None:
-        """Check that nothing is left."""
+        """Check that no bytes are left."""
         if rest := len(self._bytes) - self._at:
             raise MalformedError(f"delta of a tensor: {rest} bytes after its last segment")
 

@@ -28,23 +28,25 @@ from tba.wire.weight_manifest import Manifest, TensorEntry, table_sha256
 RawTensor = tuple[str, tuple[int, ...], NDArray[np.uint8]]
 """Dtype as safetensors writes it, shape, raw little-endian bytes."""
 FileStamps = tuple[tuple[str, int, int], ...]
-"""Path, time of the last change in ns and bytes of each file: they change when a file does."""
+"""Path, modification time in ns and size in bytes of each file, to detect that a file has changed."""
 _SEVERAL_THREADS_BYTES = 4 * 2**20
-"""Below it, threads take longer to start than tensors to hash: 0.3 ms of CPU time against 10 us for 512 KB."""
+"""Below this size one thread is faster: starting several costs 0.3 ms of CPU time, hashing 512 KB costs 10 us."""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 
 def num_threads() -> int:
-    """Return how many tensors are worked on at once: one for each core that this process may use, 8 at most."""
+    """Return the number of threads that work on tensors: one per core that this process may use, 8 at most."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
 def in_parallel(work: Callable[[In], Out], items: Iterable[In], *, size_bytes: int) -> list[Out]:
-    """Return the results of `work` on items, in their order, several threads at once; the first error is raised.
+    """Apply `work` to every item in several threads; return the results in the order of the items.
+
+    The first item's error is raised.
 
     Args:
-        size_bytes: of all items; few are worked on in this thread.
+        size_bytes: total size of the items; small totals are done in the calling thread.
     """
     if size_bytes < _SEVERAL_THREADS_BYTES:
         return [work(item) for item in items]
@@ -53,7 +55,7 @@ def in_parallel(work: Callable[[In], Out], items: Iterable[In], *, size_bytes: i
 
 
 def bytes_of(tensors: Iterable[RawTensor]) -> int:
-    """Return the bytes of tensors."""
+    """Return the total size of tensors in bytes."""
     return sum(raw.nbytes for _, _, raw in tensors)
 
 
@@ -63,7 +65,7 @@ def tensor_digest(raw: NDArray[np.uint8] | bytes | memoryview) -> str:
 
 
 def params_sha256(tensors: Mapping[str, RawTensor]) -> str:
-    """Return the `params_sha256` of named tensors, however they are ordered."""
+    """Return the `params_sha256` of named tensors, which does not depend on their order."""
     digests = in_parallel(lambda item: tensor_digest(item[2]), tensors.values(), size_bytes=bytes_of(tensors.values()))
     return table_sha256(
         (name, dtype, shape, digest) for (name, (dtype, shape, _)), digest in zip(tensors.items(), digests, strict=True)
@@ -71,7 +73,7 @@ def params_sha256(tensors: Mapping[str, RawTensor]) -> str:
 
 
 def params_sha256_of_files(paths: Sequence[Path]) -> str:
-    """Return the `params_sha256` of every tensor of safetensors files; how they lie in the files does not matter.
+    """Return the `params_sha256` of all tensors of safetensors files, which does not depend on how files divide them.
 
     Raises:
         MalformedError: not a safetensors file, or a tensor is in two files.
@@ -81,7 +83,7 @@ def params_sha256_of_files(paths: Sequence[Path]) -> str:
 
 
 def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
-    """Return the table of the tensors of safetensors files, their digests computed.
+    """Hash every tensor of safetensors files; return one manifest entry per tensor.
 
     Raises:
         MalformedError: also a tensor that no manifest may name, for example of an unknown dtype.
@@ -103,7 +105,7 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
     """Check that files hold exactly the tensors of a manifest.
 
     Raises:
-        DigestError: a tensor differs, is missing, or is none of the manifest's.
+        DigestError: a tensor differs, is missing, or is not in the manifest.
         MalformedError: not a safetensors file.
         StoreError: a file cannot be read.
     """
@@ -118,10 +120,13 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
 
 
 def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
-    """Check that every tensor of some files has the digest that it is to have; there may be more tensors elsewhere.
+    """Check the digest of every tensor in some files.
+
+    Args:
+        digests: tensor name -> expected digest; may name more tensors than the files hold.
 
     Raises:
-        DigestError: a tensor differs, or has no digest.
+        DigestError: a tensor differs, or `digests` lacks it.
         MalformedError: not a safetensors file.
         StoreError: a file cannot be read.
     """
@@ -136,10 +141,10 @@ def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
 
 
 def open_tensors(paths: Sequence[Path]) -> dict[str, RawTensor]:
-    """Map safetensors files into memory and return a view of each tensor: the files may be larger than memory.
+    """Map safetensors files into memory, and return tensor name -> a view of the mapped bytes.
 
-    Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors). A file may be
-    deleted meanwhile; the map ends with the last view of it.
+    The files may be larger than memory. A file may be deleted while views of it exist: the mapping lasts as long as
+    they do. Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
 
     Raises:
         MalformedError: not a safetensors file, or a tensor is in two files.
@@ -188,10 +193,10 @@ def sha256_of_file(path: Path) -> str:
 
 
 def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
-    """Return the stamps of files, each once, in a fixed order.
+    """Return path, modification time and size of each file, sorted by path, without duplicates.
 
     Raises:
-        StoreError: there is no such file.
+        StoreError: a file is missing or cannot be read.
     """
     try:
         return tuple((path, (stat := os.stat(path)).st_mtime_ns, stat.st_size) for path in sorted(set(map(str, paths))))

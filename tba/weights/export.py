@@ -32,14 +32,14 @@ _PRIVATE: dict[str, Any] = {
     "reward": {"host", "port", "url"},
     "searcher": {"openai"},
 }
-"""Addresses and secrets of the machines, which are left out of a card."""
+"""Recipe keys with addresses and secrets of machines; a model card leaves them out."""
 _PATHS = (("model", "path"), ("data", "path"), ("eval", "embedding_model"))
-"""Files and folders, of which a card shows the base names."""
+"""Recipe keys that hold a path; a model card shows only its base name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The facts of a run that a card shows beside the manifest."""
+    """The facts of a run that a model card shows, in addition to the manifest."""
 
     recipe: Recipe
     evals: Sequence[EvalInfo] = ()
@@ -47,7 +47,7 @@ class RunFacts:
 
 
 def render_card(manifest: Manifest, facts: RunFacts) -> str:
-    """Return the text of README.md."""
+    """Return the text of the model card, README.md."""
     recipe = facts.recipe
     evaluated = [item for item in facts.evals if item.state == "done"]
     fields = {
@@ -143,7 +143,7 @@ def _use(recipe: Recipe) -> str:
 
 
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return what a card may show of a recipe: what differs from the defaults, without addresses and secrets."""
+    """Return the part of a recipe that a model card may show: values other than the defaults, no address or secret."""
     document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
     paths = [path for item in recipe.prepare for path in (item.path, item.trl_file) if path is not None]
     document = with_replaced(document, {path: PurePath(path).name for path in paths})
@@ -172,7 +172,7 @@ def _row(cells: Sequence[str]) -> str:
 CARD_NAME = "README.md"
 CONFIG_NAME = "config.json"
 SPLIT_FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
-"""`model_type` of the families whose experts are called `mlp.experts.0.gate_proj.weight` and so on."""
+"""`model_type` of the families whose checkpoints hold one tensor per expert (`mlp.experts.0.gate_proj.weight`, ...)."""
 _PARTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
 _ALIGNMENT_BYTES = 8
 
@@ -180,11 +180,11 @@ _ALIGNMENT_BYTES = 8
 def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path, facts: RunFacts) -> Manifest:
     """Download a version into `folder`, verify every digest, and write its model card.
 
-    Experts get tensors of their own (`split_experts`).
+    `config.json` gets the dtype of the version. Models of `SPLIT_FAMILIES` get one tensor per expert (`split_experts`).
 
     Raises:
         ObjectNotFoundError: the version does not exist (any more).
-        DigestError, MalformedError: what the store holds is damaged.
+        DigestError, MalformedError: an object in the store is damaged.
         StoreUnavailableError
         OSError: the local disk is full.
     """
@@ -209,15 +209,15 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
 
 
 def split_experts(path: Path) -> None:
-    """Give the experts of a safetensors file tensors of their own, in place, as most tools know them.
+    """Split the fused expert tensors of a safetensors file, in place, into one tensor per expert and projection.
 
-    transformers 5 holds the experts of a layer in two tensors, [E, 2 I, H] (gate above up) and [E, H, I] (down), and
-    versions have those. Row after row, they are the tensors of the experts one after another: the bytes stay, and the
-    header of the file changes. E experts, I their inner size, H hidden units.
+    Most tools expect those. transformers 5, and so every published version, fuses the experts of a layer into two
+    tensors: [E, 2 I, H] (gate above up) and [E, H, I] (down). E experts, I their inner size, H hidden units. Both are
+    contiguous, expert after expert, so the data bytes stay and only the header of the file changes.
 
     Raises:
         MalformedError: not a safetensors file.
-        OSError: the disk is full, for example: the file is written anew beside itself.
+        OSError: for example a full disk; a second copy of the file is written first, which then replaces the file.
     """
     old = tensor_header(path)
     new = {name: entry for names in map(_split, old, old.values()) for name, entry in names}
@@ -237,7 +237,7 @@ def split_experts(path: Path) -> None:
 
 
 def _split(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and header entries that a tensor becomes."""
+    """Yield the new tensors' names and header entries; a tensor that holds no fused experts stays as it is."""
     suffix = next((suffix for suffix in _PARTS if name.endswith(suffix)), None)
     if suffix is None:
         yield name, entry

@@ -1,11 +1,11 @@
-"""Files of weight versions that the searchers of one machine share: downloaded and assembled once, not once for each.
+"""Cache of weight files for the searchers of one machine: each file is downloaded and assembled once per machine.
 
-    <folder>/<name>         a file, named by its content; read-only: searchers have hard links to it
+    <folder>/<name>         a file, named by its content; read-only, because searchers have hard links to it
     <folder>/.lock-<name>   locked by the process that is making the files of a version; its death frees the lock
-    <folder>/.tmp-*         on its way into the cache; left by a process that was killed
+    <folder>/.tmp-*         a file that is being added; a process that was killed leaves it behind
 
-Entries are verified by whoever takes them. The least recently used ones go when there are more than `max_bytes`; files
-that were taken stay with whoever took them. Files with other names are left alone: the folder may hold more.
+The searcher that takes an entry verifies it. Beyond `max_bytes` the least recently used entries are deleted; searchers
+keep the links that they have. Files with other names are never touched, so the folder may hold other things.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class NodeCache:
     """A bounded folder of files that are named by their content; several processes may use it at once.
 
     Args:
-        folder: on one file system with the folders of the searchers, or files are copied instead of linked.
-        max_bytes: of all entries together; a larger file is not kept.
-        wait_s: how long to wait for another process that is making the same version, before doing so oneself.
+        folder: on the file system of the searchers' folders; on another one, files are copied instead of linked.
+        max_bytes: limit of all entries together; a single larger file is not cached.
+        wait_s: seconds to wait for another process that is making the same version, before making it here too.
         on_wait: called with `wait_s` when such a wait begins, and with None when it is over.
 
     Raises:
@@ -53,7 +53,7 @@ class NodeCache:
     ) -> None:
         self._folder, self._max_bytes, self._wait_s, self._on_wait = folder, max_bytes, wait_s, on_wait
         self.num_not_cached = 0
-        """Files that could not be kept, since the start: no room on the disk, or no folder."""
+        """Files that could not be added since this object was made: the disk is full, or the folder is gone."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in (*folder.glob(".tmp-*"), *folder.glob(".lock-*")):
@@ -71,7 +71,10 @@ class NodeCache:
 
     @contextmanager
     def only_one(self, name: str) -> Iterator[None]:
-        """Let one process at a time make the files of `name`; after `wait_s`, or without a lock, go on all the same."""
+        """Hold the lock of `name`, so that one process at a time makes its files.
+
+        Waits for another process up to `wait_s`. After that, or where locking fails, the body runs without the lock.
+        """
         deadline_s = time.monotonic() + self._wait_s
         try:
             file = (self._folder / f".lock-{name}").open("w", encoding="utf-8")
@@ -102,10 +105,12 @@ class NodeCache:
             yield
 
     def take(self, name: str, path: Path, *, max_bytes: int) -> bool:
-        """Make `path` the entry's file; False: there is none. The caller verifies it, and may not write into it.
+        """Link an entry to `path`, or copy it there; return False if there is none.
+
+        The caller verifies the file, and must not write into it: it may be the entry itself.
 
         Args:
-            max_bytes: an entry of more is damaged, and would be copied where files cannot be linked: it is removed.
+            max_bytes: a larger entry is damaged; it is deleted from the cache, and not copied.
         """
         entry = self._folder / name
         try:
@@ -120,7 +125,10 @@ class NodeCache:
         return True
 
     def add(self, name: str, path: Path) -> None:
-        """Keep a verified file as an entry, in place of the least recently used. Without room on the disk go on."""
+        """Add a verified file as an entry, and delete the least recently used entries beyond `max_bytes`.
+
+        A file that cannot be added, for example to a full disk, is logged and counted, and no error is raised.
+        """
         size_bytes = path.stat().st_size
         if size_bytes > self._max_bytes:
             return
@@ -148,19 +156,19 @@ class NodeCache:
             log.warning("weight_not_cached", name=name, reason=reason)
 
     def discard(self, name: str) -> None:
-        """Remove an entry that is damaged."""
+        """Delete a damaged entry."""
         log.warning("weight_cache_damaged", name=name)
         (self._folder / name).unlink(missing_ok=True)
 
 
 def _note_use(path: Path) -> None:
-    """Set the time of last use. The time of the last change stays: searchers tell by it whether their file changed."""
+    """Set the access time to now. The modification time stays: searchers use it to tell whether their file changed."""
     with suppress(PermissionError):  # an entry of another user
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where that is another file system."""
+    """Hard-link `target` to `source`; copy the file where linking fails, for example to another file system."""
     try:
         target.hardlink_to(source)
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""Put a version into the store: its tensors, whole or as what changed, its files, and the manifest last.
+"""Store a version: its tensors (whole or as a delta), its other files, and the manifest last.
 
-    WeightVersions.publish -> VersionWriter -> Share.describe   digests of the tensors, their changes since the base
-                                            -> Share.upload     whole, as changes, or both: what is best for the version
+    WeightVersions.publish -> VersionWriter -> Share.describe   hash the tensors, encode their changes since the base
+                                            -> Share.upload     upload the tensors whole, the encoded changes, or both
                                             -> manifest
 
-Several processes may each store a share of the tensors: those that they own. A share reads files alone, so each process
-works on its own; one of them writes the manifest, which makes the shares one version. The tensors of an adapter are
-merged for their digests.
+With several processes, each stores its share: the tensors that it owns. A share needs only local files, so the
+processes work independently. One process then writes the manifest, which makes the shares one version. A version that
+is stored as an adapter is merged into the starting model in memory, for the digests of its tensors.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ from tba.wire.weight_manifest import (
 
 MANIFEST_NAME = "manifest.json"
 DELTA_FILE_BYTES = 64 * 1024 * 1024
-"""Of encoded tensors in one delta file; a larger one has a file of its own."""
+"""Most bytes of encoded tensors in one delta file; a larger encoded tensor gets a file of its own."""
 BATCH_BYTES = 4 * 1024**3
-"""Of tensors that are encoded at once; a larger one is encoded by itself."""
+"""Most bytes of tensors that are encoded at the same time; a larger tensor is encoded alone."""
 MODEL_CONFIG_NAME = "config.json"
 NOT_TOKENIZER = (MODEL_CONFIG_NAME, "generation_config.json")
 _NOT_CONTENT = {"schema_version", "created_at_s", "canary", "torch_version", "transformers_version"}
 _REPRESENTATION = {"tensors", "full", "delta", "adapter"}
-"""How a version is stored; `params_sha256` says which tensors it has."""
+"""Manifest fields that say how a version is stored; its tensors are compared by `params_sha256`."""
 log = get_logger("weights")
 
 
 def version_prefix(run: str, version: PolicyVersion) -> str:
-    """Return what the keys of a version begin with."""
+    """Return the common prefix of the store keys of a version."""
     return f"runs/{run}/weights/{version}/"
 
 
@@ -93,14 +93,14 @@ class DeltaSettings:
     """When versions are stored as deltas."""
 
     keyframe_interval: int = 16
-    """Every so many versions one is stored whole."""
+    """One version out of this many is stored whole, so that chains of deltas stay short."""
     max_share: float = 0.5
-    """A delta pays when it has at most this share of the bytes of the tensors."""
+    """Use a delta only if its bytes are at most this share of the bytes of the tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """The tensors of a version, how they are stored, and what uploads them."""
+    """The tensors of a version, how they are stored, and the function that uploads them."""
 
     tensors: list[TensorEntry]
     full: list[TensorFile] = field(default_factory=list)
@@ -110,26 +110,26 @@ class _Stored:
 
 
 class NewVersion(TypedDict):
-    """What `WeightVersions.publish` is told of a version."""
+    """Arguments of `WeightVersions.publish`: a version that is to be stored."""
 
     version: PolicyVersion
     parent: PolicyVersion | None
     dtype: str
-    """float32, bfloat16 or float16; what the tensors are stored as."""
+    """Dtype of the stored tensors: float32, bfloat16 or float16."""
     tensors_paths: Sequence[Path] | AdapterFile
-    """safetensors files with `model.named_parameters()`, stored under their names; or an adapter, and `base` is the
-    starting model."""
+    """Local safetensors files with the tensors of `model.named_parameters()`, stored under their file names; or an
+    adapter, which needs the starting model as `base`."""
     files: Mapping[str, Path]
     """File name -> path; `config.json` and the tokenizer's files."""
     canary: Canary
     torch_version: str
     transformers_version: str
     base: NotRequired[LocalVersion | None]
-    """An older version whose files are here, for a delta; None: the version is stored whole."""
+    """An older version whose files are on this machine, as the base of a delta; None: the version is stored whole."""
     deltas: NotRequired[DeltaSettings | None]
     """When a version is stored as a delta; None: the defaults."""
     others: NotRequired[OtherShares | None]
-    """What stores the tensors that are not in `tensors_paths`; None: all are."""
+    """Other processes, which store the tensors that `tensors_paths` lacks; None: `tensors_paths` holds all tensors."""
 
 
 class VersionWriter:
@@ -144,7 +144,7 @@ class VersionWriter:
         self._checked = CheckedFiles()
 
     def publish(self, new: NewVersion) -> Manifest:
-        """Make a version exist (see `WeightVersions.publish`)."""
+        """Store a version (see `WeightVersions.publish`)."""
         version, files = new["version"], new["files"]
         if MODEL_CONFIG_NAME not in files:
             raise MalformedError(f"weight version {version}: files hold no {MODEL_CONFIG_NAME}; got {sorted(files)}")
@@ -173,7 +173,7 @@ class VersionWriter:
         return manifest
 
     def _describe(self, new: NewVersion, folder: Path) -> tuple[Manifest, _Stored]:
-        """Describe a version, and encode it in a folder where that pays."""
+        """Return the manifest of a version; write its encoded changes into `folder` if it is stored as a delta."""
         version, files, tensors_paths = new["version"], new["files"], new["tensors_paths"]
         base, parent = new.get("base"), new["parent"]
         prefix = version_prefix(self._run, version)
@@ -221,7 +221,7 @@ class VersionWriter:
         settings: DeltaSettings,
         others: OtherShares | None,
     ) -> _Stored:
-        """Describe a version that is stored whole, as a delta against `base`, or as both, by all processes at once."""
+        """Have all processes hash and encode their shares, then choose: whole, a delta against `base`, or both."""
         total_bytes = sum(path.stat().st_size for path in paths) + (0 if others is None else others.size_bytes)
         max_bytes = settings.max_share * total_bytes
         against, num_to_full = None, 1
@@ -275,7 +275,7 @@ class VersionWriter:
     def _describe_adapter(
         self, version: PolicyVersion, prefix: str, base: LocalVersion | None, file: AdapterFile
     ) -> _Stored:
-        """Describe a version that is an adapter for `base`, the starting model."""
+        """Describe a version that is stored as an adapter for `base`, the starting model, whose files are verified."""
         if base is None:
             raise MalformedError(
                 f"weight version {version} is an adapter, and the tensors of the starting model that it is for are not "
@@ -298,7 +298,7 @@ class VersionWriter:
         )
 
     def _existing(self, manifest: Manifest) -> Manifest | None:
-        """Return the manifest of this version that is in the store, if its content is the same; None: there is none.
+        """Return the stored manifest of the same version, if its content is the same; None if there is no manifest.
 
         Raises:
             ObjectExistsError: the version exists with other content.
@@ -322,28 +322,28 @@ class VersionWriter:
 
 
 class ShareTable(BaseModel):
-    """What a share is, and the objects that it would be in the store."""
+    """The tensors of a share, and the store objects that they become: `full` if whole, `changes` if as a delta."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tensors: list[TensorEntry]
     full: list[TensorFile]
     changes: list[DeltaObject] | None
-    """None: nothing to encode against, or the changes have too many bytes."""
+    """None: there is no base, the changes have too many bytes, or encoding them failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareBase:
-    """An older version that changes are encoded against."""
+    """An older version: the changes of a share are encoded against it."""
 
     paths: Sequence[Path]
-    """Files of this process with its share of the tensors, or more of them."""
+    """Local files that hold this process's share of its tensors, or more of them."""
     digests: Mapping[str, str]
-    """Tensor -> digest, of all tensors, as everyone else has them."""
+    """Tensor name -> digest, for all tensors of the version's manifest."""
 
 
 class CheckedFiles:
-    """Remember the tensors of the files that this process hashed last: as the next base they are not hashed again."""
+    """Remember the digests of the files that this process hashed last, so that they are not hashed again as a base."""
 
     def __init__(self) -> None:
         self._known: tuple[FileStamps, Mapping[str, str]] | None = None
@@ -352,15 +352,15 @@ class CheckedFiles:
         """Remember the digests of all tensors of some files.
 
         Args:
-            stamps: of the files, from before they were read.
+            stamps: the files' `file_stamps`, taken before they were read.
         """
         self._known = stamps, digests
 
     def ensure(self, digests: Mapping[str, str], paths: Sequence[Path], check: Callable[[], None]) -> None:
-        """Run `check` of files against the digests of a version, unless they are known to hold its tensors.
+        """Make sure that files hold tensors with the given digests: run `check`, unless their digests are remembered.
 
         Raises:
-            DigestError, MalformedError, StoreError: of the check.
+            DigestError, MalformedError, StoreError: raised by `check`.
         """
         stamps = file_stamps(paths)
         if self._known is not None and self._known[0] == stamps and self._known[1].items() <= digests.items():
@@ -374,11 +374,11 @@ class Share:
     """Stores one process's tensors of a version.
 
     Args:
-        prefix: what the keys of the version begin with.
-        paths: the safetensors files with the tensors; none where there are more processes than tensors.
+        prefix: common prefix of the keys of the version.
+        paths: the safetensors files with the tensors; empty when there are more processes than tensors.
         folder: for encoded changes; the caller deletes it.
-        checked: what is known of this process's files.
-        stem: what the names of changes begin with, different in every process.
+        checked: the digests of files that this process has hashed.
+        stem: beginning of the names of delta files, different in every process.
     """
 
     def __init__(
@@ -400,7 +400,8 @@ class Share:
         """Hash the tensors, and encode what has changed since `base`.
 
         Args:
-            max_bytes: of all shares' changes; more than that do not pay, and are not encoded to the end.
+            max_bytes: limit of the encoded changes of all shares together. When this share alone exceeds it, encoding
+                stops, and the table has no changes.
 
         Raises:
             MalformedError: not a safetensors file.
@@ -421,10 +422,12 @@ class Share:
         return self._table
 
     def upload(self, *, whole: bool, changes: bool) -> None:
-        """Store the tensors, their changes, or both; what is there already stays.
+        """Upload the tensors (`whole`), their encoded changes, or both. Objects that exist already are kept.
+
+        An existing file of tensors is downloaded, and its tensors are compared.
 
         Raises:
-            ObjectExistsError: a file of the version is there with other tensors.
+            ObjectExistsError: an existing file of the version holds other tensors.
             StoreUnavailableError
         """
         if changes:
@@ -471,36 +474,36 @@ class Share:
 
 
 class OtherShares(Protocol):
-    """The shares of a version that other processes store. Each `begin` is followed by its `wait`."""
+    """The shares of a version that other processes store. Call each `wait_` method after its `begin_` method."""
 
     @property
     def size_bytes(self) -> int:
-        """Of their tensors."""
+        """Bytes of the other processes' tensors."""
         ...
 
     def begin_describe(self, base: Mapping[str, str] | None, *, max_bytes: float) -> None:
-        """Have them do as `Share.describe`.
+        """Start `Share.describe` in the other processes.
 
         Args:
-            base: digests of the base's tensors; None: nothing to encode against.
+            base: digests of the base's tensors; None: there is no base.
         """
         ...
 
     def wait_described(self) -> list[ShareTable]:
-        """Return what they are."""
+        """Wait for the other processes; return the table of each."""
         ...
 
     def begin_upload(self, *, whole: bool, changes: bool) -> None:
-        """Have them do as `Share.upload`."""
+        """Start `Share.upload` in the other processes."""
         ...
 
     def wait_uploaded(self) -> None:
-        """Return once all are stored."""
+        """Wait until every other process has uploaded its share."""
         ...
 
 
 def describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
-    """Return the object that a file of changes, or of an adapter, becomes below `prefix`."""
+    """Hash a delta file or an adapter; return its store object: key under `prefix`, size and digest."""
     # named by its content: what a killed trainer left under the version never stands in the way
     digest = digest_of_file(path)
     name = f"{stem}-{digest}{path.suffix}"
@@ -508,7 +511,7 @@ def describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
 
 
 def put_file(store: ObjectStore, key: str, size_bytes: int, path: Path) -> None:
-    """Store a file under a key that names its content, unless it is there."""
+    """Upload a file under a key that contains its digest, unless an object of that size is there already."""
     if store.size_bytes(key) != size_bytes:
         store.put_file(key, path)
 
@@ -516,14 +519,14 @@ def put_file(store: ObjectStore, key: str, size_bytes: int, path: Path) -> None:
 def encode_changes(
     old_paths: Sequence[Path], new_paths: Sequence[Path], folder: Path, *, max_bytes: float, stem: str = "delta"
 ) -> list[Path] | None:
-    """Write what turns the tensors of `old_paths` into those of `new_paths` to delta files in `folder`.
+    """Encode the changes from the tensors of `old_paths` to those of `new_paths` into delta files in `folder`.
 
     Args:
-        max_bytes: of all delta files together.
-        stem: what their names begin with.
+        max_bytes: limit of all encoded changes together.
+        stem: beginning of the names of the delta files.
 
     Returns:
-        The files, at least one; None when they would have more than `max_bytes`.
+        The paths of the delta files, at least one; None when the changes exceed `max_bytes`.
 
     Raises:
         MalformedError, StoreError: as `open_tensors`; StoreError: the local disk is full.
@@ -566,7 +569,7 @@ def encode_changes(
 
 
 def _batches(tensors: Mapping[str, RawTensor]) -> Iterator[list[str]]:
-    """Yield the names in batches whose encoded tensors, which may be as large as they are, fit into memory."""
+    """Yield the tensor names in batches that are small enough to hold all encoded tensors of a batch in memory."""
     batch: list[str] = []
     size_bytes = 0
     for name, (_, _, raw) in tensors.items():

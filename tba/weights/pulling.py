@@ -1,18 +1,18 @@
-"""Pull a version: get its files out of the store by the cheapest route in bytes, and verify every tensor.
+"""Pull a version: download it from the store with few bytes, assemble its files, and verify every tensor.
 
-    notice       the reply to a lease or a push names the newest version: `tba_searcher.loop`
-    pull         beside generation, in a thread: `tba_searcher.generation.version_pulls`
-    manifest     `WeightVersions.download_tensors`, in repository.py
-    cache        where another searcher of this machine has made the files: `_by_cache`, node_cache.py
-    route        to a full version in the store, or to a version whose files are here, and the deltas from it to the
-                 version; or to the starting model, in the store or here, and the adapter of the version: `_routes`
-    objects      `_get`: size and digest as the manifest says
-    files        `assemble` (deltas) or `merge` (an adapter): every tensor has the manifest's digest
-    stage, swap  between two decode steps, and the check of parameters and canary: `tba_searcher.engines.weight_check`
+    notice       read the newest version from the reply to a lease or a push: `tba_searcher.loop`
+    pull         download in a thread while generation continues: `tba_searcher.generation.version_pulls`
+    manifest     read the manifest: `WeightVersions.download_tensors`, in repository.py
+    cache        take the files that another searcher of this machine has made: `_by_cache`, node_cache.py
+    route        choose a start and what is applied to it (`_routes`): a version stored whole, or one whose files are on
+                 this machine, with the deltas up to the wanted version; or the starting model with an adapter
+    objects      download the objects, check size and digest: `_get`
+    files        write the tensors, check their digests: `assemble` (deltas) or `merge` (an adapter)
+    stage, swap  load between two decode steps, check parameters and canary: `tba_searcher.engines.weight_check`
 
-When a route fails (damage, a gap, a delta for another base), the next one is tried. Routes from full versions come
-last, so a wrong file on this machine never blocks a version. Tensors are independent: several threads work on one
-tensor each, and no more than these tensors are in memory at once.
+When a route fails (damage, a gap, a delta for another base), the next one is tried. Routes from versions stored whole
+come last, so a wrong file on this machine never blocks a version. Several threads work on one tensor each, and only
+these tensors are in memory at once.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from tba.wire.weight_manifest import (
 )
 
 _MAX_SEARCHED = 32
-"""Deltas within which a version that is here is looked for: each manifest is a request."""
+"""Most deltas of a route from a version on this machine: the manifest of each is one request to the store."""
 _MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file; the library reads no longer one."""
+"""Longest header of a safetensors file that its library reads."""
 _REMEDY = "pull again; if the error remains, delete the version"
 log = get_logger("weights")
 
@@ -76,24 +76,24 @@ class LocalVersion:
     paths: tuple[Path, ...]
     manifest: Manifest
     route: Literal["full", "delta", "adapter", "cache"] = "full"
-    """How the files were made: `delta` and `adapter` when a version that was here was the start; `cache` when another
-    searcher of this machine had made them."""
+    """How the files were made. `full`: from a version stored whole, downloaded. `delta`, `adapter`: from a version that
+    was on this machine. `cache`: another searcher of this machine had made them."""
     downloaded_bytes: int = 0
     num_failed_routes: int = 0
     base: LocalVersion | None = None
-    """The starting model that was downloaded to merge an adapter into it, where the caller keeps it."""
+    """The starting model, if it was downloaded to merge an adapter and is kept for the next one (`keeps_base`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A way to the files of a version."""
+    """One way to make the files of a version: where to start, and the deltas or the adapter to apply."""
 
     start: LocalVersion | Manifest
-    """Files that are here, or a version that is stored whole."""
+    """A version whose files are on this machine, or the manifest of a version that is stored whole."""
     deltas: tuple[Manifest, ...]
-    """Versions whose deltas are applied, oldest first; the last one is the version itself."""
+    """Versions whose deltas are applied, oldest first; the last one is the wanted version itself."""
     adapter: Adapter | None = None
-    """Of the version; it is merged into the start, in place of deltas."""
+    """The wanted version's adapter, to be merged into the start in place of deltas."""
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +108,7 @@ class VersionReader:
 
     Args:
         manifest: returns the manifest of a version of the run.
-        cache: of this machine; None: there is none.
+        cache: shared by the searchers of this machine; None: no cache is used.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class VersionReader:
     ) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
         self.num_failed = 0
-        """Routes that failed since the start, those of downloads for which none was left too."""
+        """Routes that failed since this object was made, whether or not a later route succeeded."""
 
     def download(
         self,
@@ -127,14 +127,14 @@ class VersionReader:
         files: Sequence[StoredObject] = (),
         keeps_base: bool = False,
     ) -> LocalVersion:
-        """Write the tensors of a version, and some of its other files, into `folder`, all or none, each verified.
+        """Write the tensor files of a version, and the other `files`, into `folder`, once all of them are verified.
 
         Args:
-            held: versions whose files are on this machine; they stay as they are.
-            keeps_base: a starting model that had to be downloaded goes into a folder in `folder` (`LocalVersion.base`).
+            held: versions whose files are on this machine, which routes may start from; the files are only read.
+            keeps_base: keep a downloaded starting model in a subfolder of `folder` (`LocalVersion.base`).
 
         Raises:
-            ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
+            ObjectNotFoundError, DigestError, MalformedError: every route has failed; this is the first route's error.
             StoreUnavailableError: the store is away, or the local disk is full.
         """
         incoming: Path | None = None
@@ -172,11 +172,13 @@ class VersionReader:
                 shutil.rmtree(incoming, ignore_errors=True)
 
     def _routes(self, target: Manifest, held: Sequence[LocalVersion], gaps: list[TbaError]) -> Iterator[Route]:
-        """Yield the routes to a version: first through its adapter, then from what is here, as long as its deltas are
-        smaller than the whole version, then from versions that are stored whole, the nearest first.
+        """Yield the routes to a version, in the order in which they are tried.
+
+        First come the routes through its adapter. Then come versions on this machine, while the deltas from there are
+        smaller than the whole version. Last come versions that are stored whole, the nearest first.
 
         Args:
-            gaps: gets the reason why the chain of bases ends before its first version, if it does.
+            gaps: gets an error appended for each missing or damaged manifest that ends a search for routes.
         """
         here = {local.version: local for local in held}
         if target.adapter is not None:
@@ -206,7 +208,7 @@ class VersionReader:
     def _chain(
         self, target: Manifest, here: Mapping[PolicyVersion, LocalVersion], gaps: list[TbaError]
     ) -> Iterator[tuple[Manifest, tuple[Manifest, ...]]]:
-        """Yield the version and its bases, each with the deltas from it to the version."""
+        """Yield `target`, its base, the base's base, and so on, each with the deltas that lead from it to `target`."""
         node, deltas = target, ()
         yield node, deltas
         while node.base is not None and len(deltas) < MAX_DELTAS:
@@ -219,7 +221,10 @@ class VersionReader:
             yield node, deltas
 
     def _by_cache(self, cache: NodeCache, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
-        """Take the files from the cache; where it lacks one, make them all, and add them."""
+        """Take the files from the cache. If one is missing or damaged, make all by another route, and cache them.
+
+        While another process makes the same files, wait for it (`NodeCache.only_one`).
+        """
         names: dict[str, str] = {}
         for file in dict.fromkeys(each.file for each in target.tensors):
             # by its tensors, wherever it was made
@@ -275,7 +280,7 @@ class VersionReader:
         )
 
     def _take(self, route: Route, target: Manifest, folder: Path) -> LocalVersion:
-        """Bring the tensors of a version into `folder` by this route alone, verified; other files may be left there."""
+        """Write the verified tensors of a version into `folder` by this route. Downloaded files may be left there."""
         if route.adapter is not None:
             return self._merge(route, route.adapter, target, folder)
         if isinstance(route.start, LocalVersion):
@@ -302,7 +307,7 @@ class VersionReader:
         return LocalVersion(target.policy_version, tuple(paths), target, kind, route.size_bytes)
 
     def _merge(self, route: Route, adapter: Adapter, target: Manifest, folder: Path) -> LocalVersion:
-        """Merge the adapter of a version into the starting model, which is brought here first where it is not."""
+        """Merge the adapter of a version into the starting model; get that first if it is not on this machine."""
         path = self._get(adapter.stored, folder / f".{adapter.stored.name}")
         base: LocalVersion | None = None
         if isinstance(route.start, LocalVersion):
@@ -324,7 +329,7 @@ class VersionReader:
 
         Raises:
             ObjectNotFoundError
-            DigestError: naming the object whose bytes are not what the manifest says.
+            DigestError: the object's bytes are not what the manifest says.
         """
         size_bytes = self._store.size_bytes(stored.key)
         if size_bytes not in (None, stored.size_bytes):  # check first: it may be larger than the disk
@@ -361,7 +366,7 @@ def assemble(
         steps: manifest and delta files of each version after the base, oldest first; the last manifest is `manifest`.
 
     Returns:
-        The files that were written, one for each name in the tensors of the manifest.
+        The paths of the files written: one for each different `file` of the manifest's tensors.
 
     Raises:
         DigestError: a tensor is not what the manifest says.
@@ -393,14 +398,14 @@ def assemble(
 
 
 def merge(manifest: Manifest, base: Mapping[str, RawTensor], adapter: Adapter, path: Path, folder: Path) -> list[Path]:
-    """Write the verified files of a version that is an adapter to `folder`.
+    """Merge an adapter into the starting model, and write the files of the version to `folder`. Check every tensor.
 
     Args:
         manifest: of the version.
         base: tensors of the starting model.
         path: file of the adapter.
 
-    Returns, raises: as `assemble`.
+    Returns, Raises: as `assemble`.
     """
     layers = read_adapter(adapter, path, base)
     for entry in manifest.tensors:  # before room is made: the sizes are a stranger's
@@ -425,7 +430,10 @@ def _plan(
     tables: Sequence[Mapping[str, TensorEntry]],
     changes: Sequence[Mapping[str, RawTensor]],
 ) -> tuple[NDArray[np.uint8] | None, list[memoryview]]:
-    """Return the bytes that a tensor starts from (None: it starts as a whole one), and what to apply, oldest first."""
+    """Return the bytes that a tensor starts from, and the encoded changes to apply to them, oldest first.
+
+    The bytes are None if the first change holds the whole tensor.
+    """
     current = None if before is None or before[2].nbytes != wanted.size_bytes else before[2]
     encoded: list[memoryview] = []
     for table, changed in zip(tables, changes, strict=True):
@@ -446,8 +454,9 @@ def _plan(
 def _write_files(
     manifest: Manifest, folder: Path, build: Callable[[TensorEntry, NDArray[np.uint8]], None]
 ) -> list[Path]:
-    """Write the safetensors files of a version, each tensor by `build`, and check the digest of each.
+    """Write the safetensors files of a version and return their paths.
 
+    `build` fills the bytes of each tensor in a memory-mapped file, in several threads; then the digest is checked.
     Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
     """
     views: dict[str, NDArray[np.uint8]] = {}

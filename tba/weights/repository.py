@@ -5,10 +5,10 @@
     runs/<run>/weights/<lineage>-<step>/delta-00001-<digest>.safetensors   the changes against an older version
     runs/<run>/weights/<lineage>-<step>/adapter-<digest>.safetensors   a LoRA adapter for the starting model, 0-0
     runs/<run>/files/<sha256>/<name>                        config and tokenizer, shared by versions, named by content
-    runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: until it exists, nothing does
+    runs/<run>/weights/<lineage>-<step>/manifest.json       written last, create-only: it makes the version exist
 
 Versions are immutable. A folder `<lineage>-<step>/` without a manifest was left by a trainer that was killed while it
-wrote or deleted the version. It is no version; publishing it again completes it.
+wrote or deleted the version. Such a folder is no version; publishing the same version again completes it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tba.weights.pulling import LocalVersion, VersionReader, damage_error
 from tba.wire.weight_manifest import MAX_DELTAS, MAX_MANIFEST_BYTES, Manifest, decode_manifest, sha256_hex
 
 _NUM_CACHED_MANIFESTS = 16
-"""A manifest of 20,000 tensors has 4 MB, takes a second to read, and 27 MB of memory."""
+"""The manifest of a model of 20,000 tensors is 4 MB of JSON; reading it takes a second and 27 MB of memory."""
 log = get_logger("weights")
 
 
 def checkpoint_prefix(run: str) -> str:
-    """Return what the keys of a run's checkpoints begin with."""
+    """Return the common prefix of the store keys of a run's checkpoints."""
     return f"runs/{run}/checkpoints/"
 
 
@@ -45,7 +45,7 @@ def complete_versions(store: ObjectStore, prefix: str) -> list[PolicyVersion]:
     """Return the versions whose folders under `prefix` have a manifest, oldest lineage first.
 
     Args:
-        prefix: ends with a slash; folders under it that are not named like a version are left out.
+        prefix: ends with a slash. Folders under it whose name is not a version are skipped, with a warning in the log.
 
     Raises:
         StoreUnavailableError
@@ -68,13 +68,15 @@ def _note_foreign(folder: str) -> None:
 
 
 def check_redis_is_newest(store: ObjectStore, run: str, read_run: Callable[[], RunInfo]) -> None:
-    """Check that Redis knows every step whose version or checkpoint is in the store.
+    """Check that Redis knows the newest step whose version or checkpoint is in the store.
+
+    Redis may lack steps that an operator has accepted as lost, and steps of the run that this one was forked from.
 
     Args:
-        read_run: asks the buffer; called after the store was read, so that a live trainer is not taken for a gap.
+        read_run: asks the buffer for the run. The store is listed first, so that steps made meanwhile are no gap.
 
     Raises:
-        OlderRedisError: it does not; a trainer would make these steps again, and delete the versions it does not know.
+        OlderRedisError: Redis lacks it. A trainer would repeat the missing steps and delete versions it does not know.
         StoreUnavailableError
     """
     prefixes = f"runs/{run}/weights/", checkpoint_prefix(run)
@@ -94,12 +96,15 @@ def check_redis_is_newest(store: ObjectStore, run: str, read_run: Callable[[], R
 def incomplete_versions(
     store: ObjectStore, prefix: str, *, before_lineage: int, keep: Collection[PolicyVersion]
 ) -> dict[PolicyVersion, list[str]]:
-    """Return the folders under `prefix` that have no manifest and are of older lineages, oldest first, and their keys.
+    """Find the version folders under `prefix` that have no manifest, as a killed trainer leaves them.
 
     Args:
-        prefix: ends with a slash; folders under it that are not named like a version are left out.
-        before_lineage: the lineage of a trainer that may be writing now; only older ones are named.
-        keep: never named.
+        prefix: ends with a slash; folders under it whose name is not a version are skipped.
+        before_lineage: the lineage of a trainer that may be writing now; only folders of older lineages are returned.
+        keep: versions that are never returned.
+
+    Returns:
+        Version -> the keys of all objects in its folder; the oldest version first.
 
     Raises:
         StoreUnavailableError
@@ -122,7 +127,7 @@ def incomplete_versions(
 def delete_incomplete(
     store: ObjectStore, prefix: str, *, before_lineage: int, keep: Collection[PolicyVersion]
 ) -> list[PolicyVersion]:
-    """Delete what `incomplete_versions` names; return the versions, oldest first."""
+    """Delete every object that `incomplete_versions` finds; return the versions, oldest first."""
     found = incomplete_versions(store, prefix, before_lineage=before_lineage, keep=keep)
     for key in chain.from_iterable(found.values()):
         store.delete(key)
@@ -137,7 +142,7 @@ class WeightVersions:
     """The weight versions of one run in one store.
 
     Args:
-        cache: of this machine, for downloads; None: there is none.
+        cache: shared by the searchers of this machine, for downloads; None: no cache is used.
     """
 
     def __init__(self, store: ObjectStore, run: str, *, cache: NodeCache | None = None) -> None:
@@ -150,22 +155,23 @@ class WeightVersions:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Of the downloads since the start: `routes_failed`, those of downloads that failed too; `not_cached`, files
-        that the cache of this machine could not keep."""
+        """Counts since this object was made. `routes_failed`: routes of downloads that failed, whether or not a later
+        route succeeded. `not_cached`: files that could not be added to the cache of this machine."""
         num_not_cached = 0 if self._cache is None else self._cache.num_not_cached
         return {"routes_failed": self._reader.num_failed, "not_cached": num_not_cached}
 
     def publish(self, **new: Unpack[NewVersion]) -> Manifest:
-        """Make a version exist: objects first, manifest last. Publishing the same content again is accepted.
+        """Store a version: its objects first, the manifest last.
 
-        Content is the tensors, the files, the dtype and the parent; of two canaries of the same content the first
-        stays. Whether it is stored whole or as a delta is not content.
+        Publishing the same content again is accepted, and leaves the first manifest in place. The content is the
+        tensors, the files, the dtype and the parent. The canary, and whether the version is stored whole or as a delta,
+        are not content.
 
         Args:
             new: see `NewVersion`.
 
         Returns:
-            The manifest that is in the store.
+            The manifest that is in the store, which may be that of an earlier publication.
 
         Raises:
             ObjectExistsError: the version exists with other content.
@@ -204,7 +210,7 @@ class WeightVersions:
         return manifest
 
     def exists(self, version: PolicyVersion) -> bool:
-        """Return whether the manifest is there."""
+        """Return whether the manifest of a version is in the store."""
         return self._store.size_bytes(self._key(version, MANIFEST_NAME)) is not None
 
     def versions(self) -> list[PolicyVersion]:
@@ -212,11 +218,12 @@ class WeightVersions:
         return complete_versions(self._store, f"runs/{self._run}/weights/")
 
     def bases(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """Return the versions that `version` is assembled from, back to the nearest full one, newest first.
+        """Return the older versions needed to assemble `version`, newest first; the last one is stored whole.
 
         Raises:
             ObjectNotFoundError: the version, or one that it needs, does not exist.
-            MalformedError, StoreUnavailableError
+            MalformedError: also when more than `MAX_DELTAS` deltas would be needed.
+            StoreUnavailableError
         """
         found: list[PolicyVersion] = []
         while True:
@@ -230,7 +237,9 @@ class WeightVersions:
             found.append(base)
 
     def needed_by(self, held: Iterable[PolicyVersion]) -> set[PolicyVersion]:
-        """Return the versions and everything that they are assembled from; all older ones where that is not known.
+        """Return the held versions and all versions needed to assemble them.
+
+        If the manifest of one cannot be parsed, all existing versions older than that one count as needed.
 
         Raises:
             StoreUnavailableError
@@ -249,14 +258,16 @@ class WeightVersions:
     def download_model(
         self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
     ) -> LocalVersion:
-        """Download tensors and files into `folder`, all or none, each verified; several files of tensors get an index.
+        """Download the tensors and the other files of a version (config, tokenizer) into `folder`.
+
+        They appear there only after all are verified. Several files of tensors get an index (`write_index`).
 
         Args:
             held, keeps_base: as in `download_tensors`.
 
         Raises:
             ObjectNotFoundError: the version does not exist.
-            DigestError, MalformedError: naming what is not what the manifest says.
+            DigestError, MalformedError: an object, which the message names, is not what the manifest says.
         """
         manifest = self.manifest(version)
         local = self._reader.download(manifest, folder, held=held, files=manifest.files, keeps_base=keeps_base)
@@ -273,16 +284,19 @@ class WeightVersions:
         like: Manifest | None = None,
         keeps_base: bool = False,
     ) -> LocalVersion:
-        """Bring the tensors of a version into `folder`, by the cheapest route, all or none, each verified.
+        """Write the tensor files of a version into `folder`, by the cheapest route (see `tba.weights.pulling`).
+
+        The files appear in `folder` only after every tensor is verified.
 
         Args:
-            held: versions whose files are on this machine; they stay as they are.
-            like: a version of the same model: one with other tensors is refused before anything is downloaded.
-            keeps_base: a starting model that had to be downloaded for an adapter is put into a folder in `folder`, for
-                the next one (`LocalVersion.base`).
+            held: versions whose files are on this machine, which deltas may start from; the files are only read.
+            like: manifest of another version of the model. A version whose tensors differ from it in name, dtype or
+                shape is refused before anything is downloaded.
+            keeps_base: when an adapter needs the starting model and it is downloaded, keep it in a subfolder of
+                `folder`, for the next adapter (`LocalVersion.base`).
 
         Raises:
-            ObjectNotFoundError, DigestError, MalformedError: why the cheapest route failed, when all have.
+            ObjectNotFoundError, DigestError, MalformedError: every route has failed; this is the first route's error.
             StoreUnavailableError: the store is away, or the local disk is full.
         """
         manifest = self.manifest(version)
@@ -295,7 +309,7 @@ class WeightVersions:
         return self._reader.download(manifest, folder, held=held, keeps_base=keeps_base)
 
     def read_file(self, version: PolicyVersion, name: str) -> bytes | None:
-        """Return one of the files of a version (config, tokenizer), verified; None: the version has no such file.
+        """Return the verified bytes of a file of a version (config, tokenizer); None if the version has no such file.
 
         Raises:
             ObjectNotFoundError: the version does not exist.
@@ -312,14 +326,15 @@ class WeightVersions:
         return data
 
     def delete(self, version: PolicyVersion) -> None:
-        """Delete a version, manifest first, so that it never exists by half. Files shared by content stay."""
+        """Delete a version: its manifest first, so that no version exists without its tensors. Config and tokenizer
+        files stay, because versions share them."""
         # a reader that has the manifest already misses an object soon, which it takes for a version that is gone
         self._store.delete(self._key(version, MANIFEST_NAME))
         for key in self._store.list(self._key(version, "")):
             self._store.delete(key)
 
     def delete_incomplete(self, *, before_lineage: int, keep: Collection[PolicyVersion] = ()) -> list[PolicyVersion]:
-        """Delete versions of older lineages that have no manifest, except `keep`; returns what was deleted."""
+        """Delete the objects of versions that `incomplete_versions` finds; return these versions, oldest first."""
         prefix = f"runs/{self._run}/weights/"
         return delete_incomplete(self._store, prefix, before_lineage=before_lineage, keep=keep)
 
@@ -332,7 +347,7 @@ def _layout(manifest: Manifest) -> set[tuple[str, str, tuple[int, ...]]]:
 
 
 def write_index(folder: Path, tensors_paths: Sequence[Path]) -> None:
-    """Write `model.safetensors.index.json` for the tensors of several files in `folder`."""
+    """Write `model.safetensors.index.json` into `folder`: which of its safetensors files holds each tensor."""
     files = {name: path.name for path in tensors_paths for name in tensor_header(path)}
     size_bytes = sum(path.stat().st_size for path in tensors_paths)
     index = {"metadata": {"total_size": size_bytes}, "weight_map": files}

@@ -16,19 +16,21 @@ def reasons_to_keep(
     keep: int,
     needed_by: Callable[[Iterable[PolicyVersion]], set[PolicyVersion]],
 ) -> dict[PolicyVersion, list[str]]:
-    """Return why each version is kept; a version that is not there may be deleted.
+    """Return version -> the reasons to keep it. A version that the result lacks may be deleted.
 
-    Kept are those that are newer than the one that searchers sample with, and of the others the newest `keep`; the
-    starting model, the announced version, the best one, those of live components and of pending evaluations, those with
-    a checkpoint in the store, the parents of the active lineage and of the lineages of checkpoints; and what any of
-    these is assembled from.
+    These versions are kept:
+    * the starting model, the announced version, the best version, and versions with a checkpoint;
+    * versions newer than the one that searchers sample with, and the newest `keep` of the others;
+    * versions that live components hold, and versions with a pending evaluation;
+    * the parents of the active lineage and of the lineages of checkpoints;
+    * versions that any of these is assembled from.
 
     Args:
-        versions: all of the run's, in any order.
+        versions: all versions of the run, in any order.
         info: the run as the buffer knows it; None: the run is over, and nobody holds a version.
         checkpoints: versions that have a checkpoint in the store.
-        keep: so many stay in any case.
-        needed_by: versions -> these and all that they are assembled from (`WeightVersions.needed_by`).
+        keep: this many are kept of the versions that are not newer than the one that searchers sample with.
+        needed_by: returns the given versions and all that they are assembled from (`WeightVersions.needed_by`).
 
     Raises:
         Whatever `needed_by` raises.

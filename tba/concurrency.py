@@ -1,4 +1,4 @@
-"""Helpers: a blocking call in a thread, and one action of asyncio shared by many callers (single flight)."""
+"""Helpers for concurrency: blocking calls in threads, and one asyncio action shared by many callers (single flight)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tba.errors import UnavailableError
 
 T = TypeVar("T")
 _IDLE_S = 10.0
-"""A thread without a call ends after this time."""
+"""Seconds without a call after which a thread ends."""
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call in a daemon thread."""
+    """Run a blocking call in a daemon thread, and await its result or error."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -47,7 +47,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 def begin_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Begin a blocking call in a daemon thread; return its future. For code without an event loop."""
+    """Start a blocking call in a daemon thread, and return its future at once; for code without an event loop."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -61,10 +61,10 @@ def begin_in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 class _CallThread(threading.Thread):
-    """Runs one call after the other.
+    """A daemon thread that runs one call after the other.
 
-    A daemon thread and not asyncio.to_thread: a slow service must never hold up the end of the process. A thread is
-    kept for the next call, since the start of a thread waits until it has run, behind others that compute.
+    asyncio.to_thread uses no daemon threads, so a slow service could delay the end of the process. Idle threads are
+    kept for later calls, because starting a thread takes long while others compute.
     """
 
     _idle: ClassVar[deque[_CallThread]] = deque()
@@ -75,7 +75,7 @@ class _CallThread(threading.Thread):
 
     @classmethod
     def run_call(cls, call: Callable[[], None]) -> None:
-        """Run a call, which raises nothing, in an idle thread or in a new one."""
+        """Run a call in an idle thread or in a new one. The call must raise nothing."""
         try:
             thread = cls._idle.pop()
         except IndexError:
@@ -84,7 +84,7 @@ class _CallThread(threading.Thread):
         thread._calls.put(call)
 
     def run(self) -> None:
-        """Run calls until none came for a while."""
+        """Run calls until none has come for _IDLE_S seconds."""
         while True:
             try:
                 call = self._calls.get(timeout=_IDLE_S)
@@ -104,12 +104,12 @@ os.register_at_fork(after_in_child=_CallThread._idle.clear)
 
 
 class SingleFlight:
-    """Share the runs of an action among its callers.
+    """Share the runs of an asyncio action among many callers (single flight).
 
-    The action covers everything that happened before it begins, so one run serves every caller that came before it.
+    A run of the action covers everything that happened before it began, so it serves all callers that came before.
 
     Args:
-        action: is run; its failure (UnavailableError) is raised to every caller that it was run for.
+        action: raises UnavailableError when it fails, which is raised to every caller that the run was for.
         lock: held while the action runs.
     """
 
@@ -121,7 +121,7 @@ class SingleFlight:
         self._error: UnavailableError | None = None
 
     async def run(self) -> None:
-        """Wait for a run of the action that begins after this call."""
+        """Wait until a run of the action that began after this call has ended; start it if no other caller does."""
         # the run under way began too early for this caller; the next one is enough for all that wait now
         wanted = self._num_begun + 1
         async with self._lock:

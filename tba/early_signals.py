@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT while a service starts: the process ends at once, with its exit code and one line.
+"""End a process at once on SIGTERM or SIGINT while its service starts, with an exit code and one line on stderr.
 
-A start may take minutes: torch is imported, a model is loaded, an index is rebuilt. Nothing of that needs an orderly
-end, since everything here survives `kill -9` at any moment.
+A start may take minutes: torch is imported, a model is loaded, an index is rebuilt. None of that needs a graceful
+shutdown, because every service survives `kill -9` at any moment.
 
-A process calls `quit_on_signals` first, before it imports anything heavy; so this module imports the standard library
-alone. Services install handlers of their own later, and this one does nothing while those are installed. A process of
-number 1 needs a handler: without one the kernel keeps SIGTERM from it.
+A process calls `quit_on_signals` first, before heavy imports, so this module imports only the standard library. Later,
+services install handlers of their own. A process with id 1, as in a container, needs a handler: without one the kernel
+does not deliver SIGTERM to it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from contextlib import suppress
 from types import FrameType
 
 EXIT_STOPPED = 143
-"""Exit code of a trainer that SIGTERM stopped before the run was over: 128 + 15, as in a shell. A Job must not count it
-as success."""
+"""Exit code of a trainer that SIGTERM stopped before the end of the run: 128 + 15, as in a shell. A Kubernetes Job must
+not count it as success."""
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + 2, as in a shell."""
 
 
 _quit: Callable[[int], None] | None = None
-"""Ends the process while it starts."""
+"""Ends the process; None once the start is over."""
 
 
 def open_streams() -> None:
-    """Make the standard streams usable: a closed one (`>&-`) leads nowhere, and none fails at a character that the
-    locale lacks."""
+    """Replace closed standard streams (`>&-`) by /dev/null, and let output escape characters that the locale lacks."""
     # in this order: a new file takes the lowest number that is free, which no other file must get
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if (stream := getattr(sys, name)) is None:
@@ -41,7 +40,7 @@ def open_streams() -> None:
 
 
 def quit_on_signals(name: str, *, code: int = 0) -> None:
-    """Let SIGTERM and SIGINT end this process at once from now on; main thread only.
+    """Make SIGTERM and SIGINT end this process at once until `mark_started`; call it in the main thread.
 
     Args:
         code: exit code after SIGTERM; after SIGINT it is 130.
@@ -65,13 +64,12 @@ def quit_on_signals(name: str, *, code: int = 0) -> None:
 
 
 def quit_if_starting(number: int) -> None:
-    """End the process if it still starts; for another handler that is installed before the start is over."""
+    """End the process if its start is not over; other signal handlers call this."""
     if _quit is not None:
         _quit(number)
 
 
 def mark_started() -> None:
-    """End the start: SIGTERM does nothing from now on unless another handler is installed, and SIGINT is
-    KeyboardInterrupt again."""
+    """Declare the start over: `quit_on_signals` now ignores SIGTERM, and raises KeyboardInterrupt for SIGINT."""
     global _quit
     _quit = None

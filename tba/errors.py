@@ -30,11 +30,11 @@ class ConfigError(TbaError, ValueError):
 
 
 class ModelError(ConfigError):
-    """The starting model is none for the engine or the settings: a searcher that is started again ends the same way."""
+    """The starting model does not fit the engine or the settings, so a restart of the searcher cannot help."""
 
 
 class WireError(TbaError, ValueError):
-    """Bytes are not what they claim to be."""
+    """Bytes or a document do not have the expected format."""
 
     slug = "wire"
     status = 422
@@ -91,13 +91,13 @@ class StoreTlsError(StoreError):
 
 
 class DigestError(StoreError):
-    """The bytes read are not the bytes that were written."""
+    """The bytes of an object or a tensor do not have the expected digest or size."""
 
     slug = "digest"
 
 
 class OlderRedisError(TbaError):
-    """Redis knows less of the run than the object store: its data was replaced, or is an older copy."""
+    """Redis lacks steps of the run that the object store has: its data was replaced, or is an older copy."""
 
     slug = "older-redis"
 
@@ -109,7 +109,7 @@ class TeamError(TbaError):
 
 
 class GuardError(TbaError):
-    """An alarm, or too many skipped batches, has failed the run; its batch has not touched the weights."""
+    """An alarm, or too many skipped batches, has failed the run; the batch was not applied to the weights."""
 
     slug = "guard"
 
@@ -121,7 +121,7 @@ class ServiceError(TbaError, RuntimeError):
 
 
 class BadReplyError(ServiceError):
-    """The answer is not what it should be, and is not used."""
+    """The reply of a service is not valid, and is not used."""
 
     slug = "bad-reply"
     status = 502
@@ -135,14 +135,14 @@ class BadRequestError(ServiceError):
 
 
 class UnauthorizedError(ServiceError):
-    """No token, or an unknown one; a client raises it for 403 too."""
+    """The request has no token, or an unknown one; clients raise this error for 403 too."""
 
     slug = "unauthorized"
     status = 401
 
 
 class ForbiddenError(UnauthorizedError):
-    """The token is known, but its role may not do this; or there are no tokens, and a page of another site asks."""
+    """The role of the token may not do this; or the service has no tokens, and a web page of another site asks."""
 
     slug = "forbidden"
     status = 403
@@ -163,7 +163,7 @@ class ConflictError(ServiceError):
 
 
 class FencedError(ConflictError):
-    """The fencing token is not the newest lineage's: a newer trainer start took the run, and this trainer must stop."""
+    """The fencing token is not that of the newest lineage: another trainer owns the run, and this one must stop."""
 
     slug = "fenced"
 
@@ -175,7 +175,7 @@ class VoidBatchError(ConflictError):
 
 
 class RollbackError(ConflictError):
-    """An operator has asked for a rollback: until the trainer has begun a new lineage, no step of this one is made."""
+    """An operator has asked for a rollback: the trainer must begin a new lineage, and this one gets no more steps."""
 
     slug = "rollback"
 
@@ -187,7 +187,7 @@ class RunOverError(ConflictError):
 
 
 class RunFailedError(RunOverError):
-    """The run has failed for a reason that its trainer does not know: `state_reason` of GET /v1/run."""
+    """The run has failed, and not by its trainer's decision; the reason is `state_reason` of GET /v1/run."""
 
     slug = "run-failed"
 
@@ -200,7 +200,7 @@ class NotInstalledError(ServiceError):
 
 
 class BusyError(ServiceError):
-    """Flow control, memory, or nothing to draw yet: come back after `retry_after_s`."""
+    """The service cannot do it yet (flow control, memory, nothing to draw): retry after `retry_after_s`."""
 
     slug = "busy"
     status = 429
@@ -219,7 +219,7 @@ class TlsError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """The service, or a part that it needs, is away; nothing was acknowledged."""
+    """The service, or another one that it needs, cannot be reached; nothing was acknowledged."""
 
     slug = "unavailable"
     status = 503
@@ -232,7 +232,7 @@ class BrokenRewardError(UnavailableError):
 
 
 class SupersededError(UnavailableError):
-    """The epoch of a buffer process is not the newest: this one must end. Clients try again and reach the newer one."""
+    """A newer buffer process owns the run (its epoch is higher), so this one must end; retries reach the new one."""
 
     slug = "superseded"
 

@@ -1,14 +1,14 @@
 """Field types and bounds that bodies, wire formats and the config share, and the base of their models.
 
-Numbers from outside (REST bodies, the wire, score replies) are quantities: rewards, log-probs, counts, times, steps,
-gauges. None comes near MAX_NUMBER in a run that works. Below it sums, means and squares of all that Redis can hold
-stay finite, in float32 too, and whole numbers are exact as floats, in JSON and in Lua. Larger numbers, infinity and NaN
-are refused, or become unknown where the rest of a message is worth keeping. Two things are no quantities: seeds
-(MAX_SEED), and the data of a prompt, where a gold answer may have any size (MAX_DIGITS).
+Numbers from outside (REST bodies, the wire, score replies) are rewards, log-probs, counts, times, steps or gauges. In a
+run that works, none of them comes near MAX_NUMBER. Below it, sums, means and squares of all numbers in Redis stay
+finite, in float32 too. Whole numbers are exact as floats, in JSON and in Lua. Larger numbers, infinity and NaN are
+refused, or are treated as unknown if the rest of a message is worth keeping. Two kinds of numbers have other limits:
+seeds (MAX_SEED), and whole numbers in the data of a prompt, such as a gold answer (MAX_DIGITS).
 
-Texts from outside are shown in logs, in the audit and on terminals. A control character in them forges a second line,
-rewrites an operator's terminal, or reverses the writing direction. An id with one is refused; in a reason, which is
-free text, a space takes its place; anything older is printed with escapes.
+Texts from outside are shown in logs, in the audit and on terminals. A control character in them could forge a second
+line, rewrite an operator's terminal, or reverse the writing direction. An id with one is refused. In a reason, which is
+free text, it is replaced by a space. Texts stored by older releases are printed with escapes.
 """
 
 from __future__ import annotations
@@ -38,54 +38,54 @@ MAX_DIGITS = 1000
 
 
 def first_problem(error: ValidationError, *, whole: str = "document") -> str:
-    """Return the first problem of a document as PLACE: MESSAGE.
+    """Return the first problem in a validation error as PLACE: MESSAGE.
 
     Args:
-        whole: the name of the document, for a problem of no field.
+        whole: the PLACE of a problem that belongs to no field.
     """
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {own_words(first['msg'])}"
 
 
 def own_words(message: str) -> str:
-    """Return a message of pydantic without what it puts before those of our validators."""
+    """Return a message of pydantic without the prefix "Value error, ", which it adds to messages of our validators."""
     return message.removeprefix("Value error, ")
 
 
 def is_bounded(value: float) -> bool:
-    """Return whether a number may enter; False for NaN."""
+    """Return whether a number is at most MAX_NUMBER in absolute value; False for NaN."""
     return -MAX_NUMBER <= value <= MAX_NUMBER
 
 
 def bounded(value: float) -> float:
-    """Return the number."""
+    """Return the number; raise ValueError if it is not bounded (`is_bounded`)."""
     if not is_bounded(value):
         raise ValueError(f"every number must be from -{MAX_NUMBER:g} to {MAX_NUMBER:g}; send the right number, or null")
     return value
 
 
 def bounded_or_none(value: float | None) -> float | None:
-    """Return the number as a float; None, which means unknown, if it may not enter."""
+    """Return the number as a float if it is bounded; else None, which means unknown."""
     return float(value) if value is not None and is_bounded(value) else None
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Return the mean; None without values.
+    """Return the mean; None if there are no values.
 
     Raises:
-        OverflowError: the values are older than MAX_NUMBER, and their sum is not finite.
+        OverflowError: the sum is not finite, which takes values beyond MAX_NUMBER, stored by a release without it.
     """
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
 
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""C0, delete, C1, line and paragraph separators, and marks that change the writing direction."""
+"""Control characters: C0, delete, C1, line and paragraph separators, marks that change the writing direction."""
 _CONTROLS = re.compile(f"(?:{_CONTROL.pattern})+")
 
 
 def control_character_error(text: str) -> str | None:
-    """Return what is wrong with an id; None if it has no control character."""
+    """Return a sentence about a control character in an id; None if it has none."""
     if text.isprintable():
         return None
     found = _CONTROL.search(text)
@@ -95,7 +95,7 @@ def control_character_error(text: str) -> str | None:
 
 
 def one_line(text: str) -> str:
-    """Replace each run of control characters by a space, and strip the ends."""
+    """Replace each run of control characters by a space, and strip white space from both ends."""
     return _CONTROLS.sub(" ", text).strip() if _CONTROL.search(text) else text
 
 
@@ -105,15 +105,15 @@ def escape_controls(text: str) -> str:
 
 
 class StrictModel(BaseModel):
-    """A config section or a REST body: a key that is not in the model is an error, never ignored."""
+    """Base of config sections and REST bodies: immutable, and a key that the model lacks is an error, never ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe each field by the docstring below it.
+        """Return the JSON schema, in which the docstring below each field is its description.
 
-        pydantic's `use_attribute_docstrings` does so when a class is made: 0.2 s of every process and every command.
+        pydantic's `use_attribute_docstrings` reads them when a class is made, which costs every process 0.2 s.
         """
         document = handler(schema)
         properties = handler.resolve_ref_schema(document).get("properties", {})
@@ -126,7 +126,7 @@ class StrictModel(BaseModel):
 
 
 def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field of a model; fields without one are left out."""
+    """Return field name -> docstring below the field, for all fields of a model that have one."""
     texts: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if not issubclass(base, BaseModel) or not base.__annotations__:
@@ -161,14 +161,14 @@ def _without_controls(text: str) -> str:
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_without_controls)]
 """An id or another short text from a client; control characters are refused."""
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_line)]
-"""The reason for a request, for people; a space takes the place of control characters."""
+"""The reason for a request, for people; control characters are replaced by spaces."""
 BareUrl = Annotated[str, AfterValidator(check_bare_url)]
-"""An address without user, password and options, which no request would carry."""
+"""A URL without user, password and options, which requests would not send."""
 Integer = Annotated[int, Strict(), AfterValidator(bounded)]
-"""A whole number of a request; `true` and `"1"` are refused. Further bounds go into Field, because pydantic does not
-combine two bounds of one kind."""
+"""A whole number in a request; `true` and `"1"` are refused. A validator checks MAX_NUMBER, so that Field can add a
+narrower bound: pydantic does not combine two bounds of one kind."""
 Number = Annotated[float, Strict(), AfterValidator(bounded)]
-"""A number of a request; `true` and `"1"` are refused."""
+"""A number in a request; `true` and `"1"` are refused."""
 
 
 class Problem(StrictModel):

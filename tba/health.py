@@ -39,7 +39,7 @@ def readiness_problem(port: int) -> str | None:
 
 
 def heartbeat_problem(config: str) -> str | None:
-    """Return why the buffer does not count a component of this host as alive; None if it does."""
+    """Ask the buffer whether a component of this host is alive; return the reason if none is, or None if one is."""
     from tba.clients import BufferClient
     from tba.config import load_recipe
     from tba.errors import TbaError
@@ -64,7 +64,7 @@ def heartbeat_problem(config: str) -> str | None:
 
 
 def main() -> int:
-    """Run the check, and print what is wrong."""
+    """Run the check of the command line; print the problem, and return the exit code: 0 if healthy, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tba.health", description=__doc__)
     parser.add_argument("port", nargs="?", type=int, help="port of the service in this container")
     parser.add_argument("--config", metavar="FILE", help="recipe of a trainer or searcher")

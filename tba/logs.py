@@ -1,4 +1,4 @@
-"""Structured logs: an event name and key/values, one line per state change, with the time first and the run in each."""
+"""Structured logs: every line has a time, an event name, the run, and further keys and values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import structlog
 from tba.tls import with_bare_urls
 
 MAX_REPEATS, REPEAT_WINDOW_S = 10, 60.0
-"""So many warnings of one event are printed in so many seconds."""
+"""Most warnings of one event that are printed in REPEAT_WINDOW_S seconds."""
 
 
 LOG_FORMAT_ENV = "TBA_LOG_FORMAT"
-"""`console` or `json`; with any other word, or none, lines are console on a terminal and JSON otherwise."""
+"""Environment variable with the log format, `console` or `json`. Default: console on a terminal, JSON otherwise."""
 
 
 def configure_logging(*, service: str, run: str) -> None:
-    """Set up structlog for this process; uvicorn and other stdlib loggers go through the same pipe."""
+    """Set up structlog for this process, with lines on stderr; loggers of the standard library get the same format."""
     word = os.environ.get(LOG_FORMAT_ENV)
     console = word == "console" or (word != "json" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
@@ -62,13 +62,13 @@ def configure_logging(*, service: str, run: str) -> None:
 
 
 def silence_retries() -> None:
-    """Print nothing about retries: the command line explains the outcome of a call in one sentence."""
+    """Log nothing about retries of calls, for commands, which explain the outcome of a call in one sentence."""
     stamina.instrumentation.set_on_retry_hooks([])
 
 
 @contextmanager
 def logs_on_stderr() -> Iterator[None]:
-    """Print log lines to stderr within the block, where structlog is as it comes: stdout is for results."""
+    """Print log lines to stderr within the block; without `configure_logging`, structlog prints them to stdout."""
     before = structlog.get_config()["logger_factory"]
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
@@ -78,7 +78,8 @@ def logs_on_stderr() -> Iterator[None]:
 
 
 class RepeatLimit:
-    """Drop warnings of an event that repeats; the next one that is printed has the number as `num_dropped`."""
+    """A structlog processor that drops warnings beyond `max_repeats` of one event in `window_s` seconds. The next one
+    that is printed has the number of dropped ones as `num_dropped`."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class RepeatLimit:
     ) -> None:
         self._max_repeats, self._window_s, self._clock = max_repeats, window_s, clock
         self._windows: dict[tuple[str, str], tuple[float, int]] = {}
-        """Source and event, which are names in the code -> begin of the window, lines in it."""
+        """(source, event) -> start time of the window, number of warnings in it; the keys are constants in the code."""
         self._lock = threading.Lock()
 
     def __call__(
@@ -97,7 +98,7 @@ class RepeatLimit:
         """Return the line (see `structlog.typing.Processor`).
 
         Raises:
-            structlog.DropEvent: it repeats.
+            structlog.DropEvent: the line is a warning beyond the limit.
         """
         if method != "warning":
             return line
@@ -114,7 +115,7 @@ class RepeatLimit:
 
 
 def _in_order(bound: dict[str, str]) -> structlog.typing.Processor:
-    """Return what adds the same values to every line, after those that people look for first."""
+    """Return a structlog processor that adds `bound` to every line, behind time, level, event and source."""
 
     def order(
         logger: structlog.typing.WrappedLogger, method: str, line: structlog.typing.EventDict

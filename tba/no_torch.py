@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 
 
 def hide_torch() -> None:
-    """Let transformers find no torch in this process; for programs that make no tensor."""
+    """Make torch look uninstalled in this process, by patching importlib; for programs that make no tensor."""
     find_spec = importlib.util.find_spec
 
     def without_torch(name: str, package: str | None = None) -> ModuleSpec | None:

@@ -1,9 +1,9 @@
-"""Objects that a recipe names: a scorer, an objective, an engine, a tracker, a prompt source.
+"""Load objects of your own that a recipe names: a scorer, an objective, an engine, a tracker, a prompt source.
 
     MODULE:NAME    an attribute of a module that the process can import; dots in NAME go into a class
 
-docs/extending.md has the protocol of each kind and an example. Whatever foreign code raises while it is loaded becomes
-a ConfigError that names the key, its value and the remedy.
+docs/extending.md has the protocol of each kind and an example. Any error of foreign code while it is loaded becomes a
+ConfigError that names the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
-    """Return a built-in name, or MODULE:NAME, as it is. Nothing is imported."""
+    """Return `value` if it is a built-in name or of the form MODULE:NAME, else raise ConfigError. Import nothing."""
     if value not in builtin and not _PATH.fullmatch(value):
         known = f" (known are {', '.join(builtin)})" if builtin else ""
         raise ConfigError(
@@ -34,7 +34,7 @@ def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
 
 
 def load(value: str, *, what: str) -> Any:
-    """Import the object that `value` names. It must be callable: a function or a class."""
+    """Import the function or class MODULE:NAME, also from the current folder; raise ConfigError if that fails."""
     check_name(value, what=what)
     _add_current_folder()
     with explain_errors(value, what=what, verb="cannot be imported"):
@@ -45,10 +45,10 @@ def load(value: str, *, what: str) -> Any:
 
 
 def build(value: str, *arguments: Any, what: str, kind: Any) -> Any:
-    """Call the class or function that `value` names, and return what it makes.
+    """Call the class or function that `value` names with `arguments`, and return the result.
 
     Args:
-        kind: the protocol that the made object must have; it is `runtime_checkable`.
+        kind: the `runtime_checkable` protocol that the result must have; else ConfigError is raised.
     """
     factory = load(value, what=what)
     with explain_errors(value, what=what, verb="failed"):
@@ -62,7 +62,7 @@ def build(value: str, *arguments: Any, what: str, kind: Any) -> Any:
 
 
 def import_object(path: str) -> Any:
-    """Return the object at MODULE:NAME, or raise whatever its import raises."""
+    """Import and return the object at MODULE:NAME; errors of its code are raised unchanged."""
     module, _, names = path.partition(":")
     found: Any = importlib.import_module(module)
     for name in names.split("."):
@@ -71,7 +71,7 @@ def import_object(path: str) -> Any:
 
 
 def find_module(path: str, *, what: str) -> ModuleSpec:
-    """Find the module of MODULE:NAME. Neither it nor the packages above it are imported: they may be foreign code."""
+    """Return the spec of the module of MODULE:NAME. Neither it nor the packages above it are imported and run."""
     _add_current_folder()
     module = path.partition(":")[0]
     top, *parts = module.split(".")
@@ -97,11 +97,11 @@ def explain_errors(value: str, *, what: str, verb: str) -> Iterator[None]:
 
 
 def _add_current_folder() -> None:
-    """Put the current folder on the path: the script `tba` does not have it there, and `python -m` has."""
+    """Add the current folder to sys.path, which the script `tba` lacks and `python -m` has."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def remedy(what: str) -> str:
-    """Return what to do about a plugin that cannot be used."""
+    """Return the remedy, for error messages, if a plugin cannot be used."""
     return f"correct {what}, install its package, or put the folder of its module on PYTHONPATH"

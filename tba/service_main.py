@@ -1,4 +1,4 @@
-"""The entry point of every service: read the recipe, run the service, report an expected error in one sentence."""
+"""The main function of every service: read the recipe, run the service, report expected errors in one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tba.tls import with_bare_urls
 EXIT_ERROR = 2
 EXIT_FENCED = 3
 EXIT_CONFIG = 4
-"""Of a searcher whose model is wrong: started again, it would end the same way."""
+"""Exit code of a searcher that cannot work with its model, so that a restart cannot help."""
 
 
 def service_main(
@@ -29,16 +29,17 @@ def service_main(
     *,
     stand_ins: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run one service.
+    """Parse the command line, read the recipe, and run one service until it ends.
 
     Args:
         name: `buffer`, `reward`, `searcher` or `trainer`.
         run: blocks until the service ends; may return an exit code.
-        stand_ins: sections of the recipe that this service does not use, for a file without them.
+        argv: command line; None: that of this process.
+        stand_ins: sections that this service does not use; each takes the place of one that the recipe file lacks.
 
     Returns:
-        The exit code: 0, or the service's own; 2 for an error that is explained on stderr, 3 if a newer lineage took
-        over, 4 for a searcher that cannot work with this model, 130 for Ctrl-C.
+        The exit code: 0 or the service's own; 2 for an error explained on stderr; 3 if a newer lineage owns the run;
+        4 for a searcher that cannot work with its model; 130 for Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tba_{name}", description=f"The {name} service of tba.")
     parser.add_argument("--config", required=True, metavar="FILE", help="recipe (TOML) or resolved config (JSON)")

@@ -1,4 +1,4 @@
-"""Temporary folders of large files, deleted at the end; those of killed processes when the next one is made."""
+"""Temporary folders for large files; folders left by killed processes are deleted when the next one is created."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LOCK = "lock"
 
 @contextmanager
 def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Create a folder of this process, and delete it at the end.
+    """Create a temporary folder for the block, and delete it at the end.
 
-    A killed process cannot clean up, so the folders of killed processes with the same prefix are deleted too.
+    First delete folders with the same prefix that killed processes have left, which nobody locks any more.
     """
     parent = parent or Path(tempfile.gettempdir())
     # a lock and not a process id: ids are used again, and in containers that share TMPDIR all may be number 1

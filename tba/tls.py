@@ -1,4 +1,4 @@
-"""Addresses and authorities: what may be shown of a URL, checks, and explanations of TLS errors."""
+"""URLs without their secrets, checks of addresses and certificate authorities, and explanations of TLS errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_ip_address(host: str) -> bool:
-    """Return whether `host` is an address and no name."""
+    """Return whether `host` is an IP address and not a name."""
     try:
         return ipaddress.ip_address(host) is not None
     except ValueError:
@@ -25,7 +25,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL, or a text that was meant as one, without user, password and options."""
+    """Return a URL (or a text that was meant as a URL) without user, password and options."""
     scheme = re.match(r"(?i:[a-z][a-z0-9+.-]*://)?", url).group()  # pyright: ignore[reportOptionalMemberAccess]
     rest = url.removeprefix(scheme)
     place = rest.partition("?")[0].partition("#")[0]
@@ -38,7 +38,7 @@ def without_secrets(url: str) -> str:
 
 
 def with_bare_urls(value: Any) -> Any:
-    """Return a text, or a document with texts, in which every URL is without user, password and options."""
+    """Remove user, password and options from every URL in a text, or in all texts of a document; return the result."""
     if isinstance(value, str):
         # from "://" on: a search for the scheme takes quadratic time; a password, and no port, may have spaces in it
         url = r"://(?:[^\s/:@\[]*:(?!\s|\d+\W)[^@\n]{0,200}@)?\S+"
@@ -49,7 +49,7 @@ def with_bare_urls(value: Any) -> Any:
 
 
 def check_bare_url(url: str, key: str = "the address") -> str:
-    """Return an address, unless it may hold a secret, which is not shown."""
+    """Return an address unchanged; raise ConfigError, which does not show it, if it may hold a secret."""
     if any(mark in url for mark in "@?#"):
         raise ConfigError(
             f"{key} has a user, a password or options in it (@, ? or #), which no request would carry, and which would "
@@ -59,19 +59,19 @@ def check_bare_url(url: str, key: str = "the address") -> str:
 
 
 def address(host: str, port: int | str) -> str:
-    """Return host and port as a URL has them: an IPv6 address in brackets."""
+    """Return host:port as in a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
-"""OpenSSL's names for an answer that is no TLS."""
+"""OpenSSL's names for a reply that is not TLS."""
 
 
 def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
-    """Check that the certificates of authorities can be read; None stands for the system's.
+    """Raise ConfigError if the file of certificate authorities cannot be used; None means the system's authorities.
 
     Args:
-        setting: the key of the recipe that names the file.
+        setting: the recipe's key that names the file, for errors.
     """
     if ca_file is None:
         return
@@ -87,14 +87,13 @@ def check_ca_file(ca_file: str | None, setting: str = "tls.ca_file") -> None:
 def explain_tls_error(
     error: BaseException, *, where: str, ca_file: str | None, setting: str = "tls.ca_file", plain: str = "http"
 ) -> str | None:
-    """Return what is wrong with the TLS of an address, and the remedy; None if the error is about something else, which
-    may pass.
+    """Return a sentence about a lasting TLS problem of an address, and the remedy; None for any other error.
 
     Args:
-        error: of any client library; the SSLError may be a cause of it.
-        where: the address.
-        ca_file: the trusted authorities; None: the system's.
-        setting: the key of the recipe that names that file.
+        error: error of any client library; its causes are searched for an SSLError.
+        where: the address, for the sentence.
+        ca_file: PEM file of the trusted certificate authorities; None: the system's.
+        setting: the recipe's key that names this file.
         plain: the scheme of an address without TLS.
     """
     causes: list[BaseException] = [error]

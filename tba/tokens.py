@@ -1,9 +1,10 @@
 """Bearer tokens by role, from the JSON file that `auth.tokens_file` names.
 
-A role has one token, or two while it is changed: `{"searcher": ["new", "old"]}`. Servers accept both; a client sends
-the first, and the second where the first is not known yet. In place of a token the file may hold its digest,
-`"sha256:<hex>"`. A digest is enough to check a token and worth nothing to a thief, so a server needs no token except
-those it sends itself. Whoever reads a file here raises ConfigError where it is missing, wrong, or lacks the token.
+A role has one token, or two while it is changed: `{"searcher": ["new", "old"]}`. Servers accept both. A client sends
+the first, and then the second if the first is refused. In place of a token the file may hold its digest,
+`"sha256:<hex>"`. With a digest a server can check a token, but a thief cannot send it. So a server's file needs no
+tokens but those it sends itself. Functions that read a file raise ConfigError if it is missing or wrong, or lacks a
+needed token.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from tba.watched_file import WatchedFile
 
 ROLES = ("searcher", "trainer", "operator", "viewer")
 MIN_TOKEN_CHARS = 16
-"""Fewest characters of a token."""
+"""Minimum length of a token."""
 MAX_TOKENS_OF_A_ROLE = 2
 RoleTokens = Mapping[str, tuple[str, ...]]
 STDIN = "-"
-"""The file name with which a command reads its token from standard input, once."""
+"""File name that makes a command read its token from standard input, once."""
 DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(f"{DIGEST_PREFIX}[0-9a-f]{{64}}")
 
@@ -37,13 +38,12 @@ def token_digest(token: str) -> str:
 
 
 def is_digest(token: str) -> bool:
-    """Return whether this is a digest, which nobody can send, and not a token."""
+    """Return whether a text is the digest of a token, and not a token itself."""
     return token.startswith(DIGEST_PREFIX)
 
 
 def new_tokens_files() -> dict[str, dict[str, str]]:
-    """Return new tokens files by name: one for each of the four services, and `all` for the commands of the person who
-    runs them."""
+    """Return the content of new tokens files, by name: one per service, and `all` for the commands of an operator."""
     tokens = {role: secrets.token_hex(24) for role in ROLES}
     known = {role: token_digest(token) for role, token in tokens.items()}
     return {
@@ -56,9 +56,7 @@ def new_tokens_files() -> dict[str, dict[str, str]]:
 
 
 def load_tokens(path: str | Path | None) -> dict[str, str] | None:
-    """Read role -> the token that its clients send, without roles of which only a digest is known; None means no
-    authentication.
-    """
+    """Read role -> the token that clients send, without roles that have only digests; None: no authentication."""
     if path is None:
         return None
     tokens = {role: _to_send(several) for role, several in load_role_tokens(path).items()}
@@ -66,7 +64,7 @@ def load_tokens(path: str | Path | None) -> dict[str, str] | None:
 
 
 def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read role -> all accepted tokens or digests, the one to send first."""
+    """Read and check role -> all accepted tokens or digests; clients send the first one first."""
     what = f"auth.tokens_file {path}"
     try:
         document = json.loads(_read(path, what))
@@ -104,20 +102,20 @@ def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
 
 
 def role_token(path: str | Path | None, role: str) -> str | None:
-    """Read the token of one role from its file; None without authentication."""
+    """Read the token that clients of one role send; None: no authentication (`path` is None)."""
     return None if path is None else _of_role(path, role)[0]
 
 
 def operator_token(path: str | Path) -> str:
-    """Read the operator's (else the viewer's) token from a JSON tokens file, or the only word of a text file."""
+    """Read the operator's token, or else the viewer's, from a JSON tokens file; or the only word of a text file."""
     return _of_operator(path)[0]
 
 
 class TokensFile(WatchedFile[RoleTokens]):
-    """The tokens that a server accepts: role -> their digests; follows the file.
+    """The tokens that a server accepts: role -> digests of its tokens, read again when the file changes.
 
     Raises:
-        ConfigError: the file is wrong. Later a wrong file is logged, and the tokens before it stay.
+        ConfigError: the file is wrong at the start. If it is wrong later, that is logged, and the old tokens stay.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -130,19 +128,18 @@ def digests(tokens: RoleTokens) -> dict[str, tuple[str, ...]]:
 
 
 class ClientToken(WatchedFile[tuple[str, ...]]):
-    """The tokens that a client may send (one, or two while the token is changed), the one to try first; follows the
-    file."""
+    """The tokens that a client sends: one, or two to try in this order; read again when the file changes."""
 
 
 def client_token(path: str | Path | None, role: str) -> ClientToken | None:
-    """Return the token of one role for a client; None without authentication."""
+    """Return the tokens that a client of one role sends; None: no authentication (`path` is None)."""
     if path is None:
         return None
     return ClientToken([path], lambda: _of_role(path, role), what=f"the token of {role} in {path}")
 
 
 def operator_client_token(path: str | Path | None) -> ClientToken | None:
-    """Return the token of an operator for a client (see `operator_token`); None without authentication."""
+    """Return the tokens that an operator's client sends (see `operator_token`); the path "-" reads standard input."""
     if path is None:
         return None
     if path == STDIN:
@@ -152,7 +149,7 @@ def operator_client_token(path: str | Path | None) -> ClientToken | None:
 
 
 def server_tokens(path: str | Path | None) -> TokensFile | None:
-    """Return the tokens that a server accepts; None without authentication."""
+    """Return the tokens that a server accepts; None: no authentication (`path` is None)."""
     return None if path is None else TokensFile(path)
 
 

@@ -23,7 +23,7 @@ class PolicyVersion:
 
     @classmethod
     def parse(cls, text: str) -> PolicyVersion:
-        """Read `lineage-step`."""
+        """Parse the text `lineage-step`; raise MalformedError if it has another form."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise MalformedError(f"policy version {text!r} is not of the form LINEAGE-STEP, for example 1-40")
@@ -35,10 +35,10 @@ START = PolicyVersion(0, 0)
 
 
 class LineageTree:
-    """Which version each lineage started from.
+    """The tree of lineages: which version each lineage started from.
 
     Args:
-        parents: lineage number -> the version that lineage resumed from. Lineage 0 has no entry.
+        parents: lineage -> the version that it started from. Lineage 0 has no entry.
     """
 
     def __init__(self, parents: Mapping[int, PolicyVersion] | None = None) -> None:
@@ -48,27 +48,27 @@ class LineageTree:
 
     @property
     def parents(self) -> dict[int, PolicyVersion]:
-        """Lineage -> parent, as a copy."""
+        """Lineage -> the version that it started from, as a copy."""
         return dict(self._parents)
 
     def add(self, lineage: int, parent: PolicyVersion) -> None:
-        """Record that `lineage` resumed from `parent`; parents are always older lineages."""
+        """Record that `lineage` started from `parent`, which must be of an older lineage."""
         # with it `ancestry` ends: every step of the way goes to an older lineage
         if parent.lineage >= lineage:
             raise MalformedError(f"lineage {lineage} cannot start from {parent}: a parent is an older lineage")
         self._parents[lineage] = parent
 
     def ancestry(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """Return the last version of each lineage on the way from `version` down to the starting model."""
+        """Return `version`, then the version that its lineage started from, and so on back to the oldest lineage."""
         path = [version]
         while path[-1].lineage in self._parents:
             path.append(self._parents[path[-1].lineage])
         return path
 
     def policy_age(self, rollout: PolicyVersion, trainer: PolicyVersion) -> int:
-        """Return the optimizer steps between the weights that made a rollout and the trainer, never below 0.
+        """Return the number of optimizer steps between a rollout's weights and the trainer's, never below 0.
 
-        Across lineages: steps since min(the rollout's step, the step at which the two lineages parted).
+        Across lineages, count from min(the rollout's step, the step at which the two lineages diverged).
         """
         last_step = {v.lineage: v.step for v in self.ancestry(trainer)}
         # lineages without a common ancestor share the starting model alone

@@ -1,4 +1,4 @@
-"""A value that is read from files, and read again without a restart when they change."""
+"""Keep a value that is loaded from files up to date without a restart, when the files change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tba.errors import ConfigError
 from tba.logs import get_logger
 
 RECHECK_S = 1.0
-"""A change is seen this much later at most."""
+"""Seconds between two checks for a change."""
 T = TypeVar("T")
 Stamp = tuple[tuple[int, ...] | None, ...]
 log = get_logger("files")
 
 
 class WatchedFile(Generic[T]):
-    """Read a value at once, and again after one of its files has changed; safe to share between threads.
+    """Load a value at once, and again when one of its files has changed; safe to share between threads.
+
+    If a later `load` fails, that is logged, and the old value stays.
 
     Raises:
         ConfigError: raised by the first `load`.
@@ -36,7 +38,7 @@ class WatchedFile(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The newest value that could be read; looks for a change at most once in RECHECK_S."""
+        """The last value that could be loaded; this checks the files for a change, at most once in RECHECK_S."""
         # another thread is looking already: nobody waits for it, the old value is good for a moment
         if time.monotonic() >= self._next_check_s and self._lock.acquire(blocking=False):
             try:

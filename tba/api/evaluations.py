@@ -91,8 +91,7 @@ class EvalInfo(EvalNumbers):
     created_at_s: float
     finished_at_s: float | None = None
     abandoned: bool = False
-    """A resume has gone back to before this version: the active lineage neither made it nor descends from it. It cannot
-    be the best version."""
+    """The active lineage neither made this version nor descends from it, so it cannot be the best version."""
 
 
 class EvalReply(EvalInfo):

@@ -115,7 +115,7 @@ class RolloutPage(StrictModel):
     """GET /v1/rollouts. Send `next` as `cursor` to get the next page; it is None at the end.
 
     The index cannot filter by `searcher_id`, `finish_reason` and `contains`. With these, a request reads at most 20,000
-    rollouts: the page may hold fewer than `limit`, even none, and `next` continues after the last one that was read.
+    rollouts. The page may then hold fewer than `limit`, or none, and `next` continues after the last one that was read.
     """
 
     rollouts: list[RolloutInfo]

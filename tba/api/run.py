@@ -169,8 +169,8 @@ ENDED = frozenset({"ended", "done", "stopped"})
 
 
 class ComponentInfo(StrictModel):
-    """One component: a searcher, trainer or launcher by its last heartbeat, the reward service by its last answer to
-    the buffer's GET /readyz, or the buffer itself."""
+    """One component. Searchers, trainer and launcher are shown by their last heartbeat, and the reward service by its
+    last answer to the buffer's GET /readyz; the buffer itself is one too."""
 
     component_id: str
     kind: str

@@ -151,7 +151,7 @@ class RunSummary(StrictModel):
     waiting: str | None
     """None: nothing has waited for longer than a moment."""
     advice: str | None
-    """What to change; None: there is nothing to advise."""
+    """A change to make; None: there is nothing to advise."""
 
     @property
     def text(self) -> str:

@@ -121,8 +121,7 @@ class AckRequest(StrictModel):
     left the weights unchanged; none of its rollouts counts as trained. `refused`: reason -> number of rollouts that the
     trainer could not use. `policy_ages`: policy age, in steps, of each other rollout. `num_tokens`: response tokens of
     the rollouts that the step trained on. `unreadable`: the refused rollouts that could not be decoded, as indices into
-    the rollouts of the batch. `trained`: each rollout's advantage and weight, for people, kept for the newest steps
-    (GET /v1/rollouts/{rollout_id}).
+    the rollouts of the batch. `trained`: each rollout's advantage and weight, kept for people for the newest steps.
     """
 
     lineage: Integer = Field(ge=0, le=MAX_LINEAGE)

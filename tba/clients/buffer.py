@@ -47,8 +47,7 @@ class RolloutFilters(TypedDict, total=False):
 
 
 class BufferClient(ServiceClient):
-    """Client of the buffer, with one method per endpoint (docs/api.md). Every method raises subclasses of ServiceError.
-    """
+    """Client of the buffer: one method per endpoint (docs/api.md), each of which raises subclasses of ServiceError."""
 
     settings_revision = 0
     """Revision of the run's live settings in the last reply to a draw, an ack or a change of settings."""

@@ -87,8 +87,7 @@ class ServiceClient:
         ca_file: PEM file of the trusted certificate authorities for an https URL (`tls.ca_file`); none: the system's.
 
     Raises:
-        ConfigError: the URL has a user, password, options or an unknown scheme; or it is https and `ca_file` cannot be
-            used.
+        ConfigError: the URL has a user, password, options or unknown scheme; or it is https, and `ca_file` is unusable.
     """
 
     def __init__(

@@ -62,8 +62,7 @@ class PrepareItem(StrictModel):
     def origin(self) -> dict[str, str | None]:
         """The source of the content, as it is recorded in the folder and compared with the record of an existing one.
 
-        If TRL's settings file is missing, as in a pod that has only the recipe, `settings_sha256` is None, and the
-        settings are not compared.
+        If TRL's settings file is missing, as in a pod with only the recipe, `settings_sha256` is None: no comparison.
         """
         if self.trl_file is not None:
             sha256 = None
@@ -121,20 +120,18 @@ class DataSet(StrictModel):
     task: str = Field(min_length=1, max_length=128)
     """Name of the task of every prompt, which decides its reward."""
     dataset: str | None = None
-    """Name on the Hugging Face hub, a folder with a data set in a format of the hub (`[[prepare]]` makes one), or
-    FILE.jsonl."""
+    """Name on the Hugging Face hub, a folder with a data set in one of its formats (see `[[prepare]]`), or FILE.jsonl.
+    """
     subset: str | None = None
     """Name of the configuration to use, if the data set has several."""
     train: str | None = None
-    """Split to train on, such as `train[:1000]`. If neither `train` nor `heldout` is given, the split `train` is used.
-    """
+    """Split to train on, such as `train[:1000]`. Default, if `heldout` is not given either: `train`."""
     heldout: str | None = None
     """Split to evaluate on, never trained on. If no data set names one, `data.num_heldout` prompts are held out."""
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the texts of the prompts; each is in both splits."""
     column: str | None = None
-    """Column with the prompt: text, or messages ({"role", "content"}), which the chat template of the starting model's
-    tokenizer turns into text."""
+    """Column with the prompt: text, or messages ({"role", "content"}) for the chat template of the starting model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the chat template, such as {enable_thinking = false}."""
     template: str | None = None
@@ -186,8 +183,8 @@ class DataSection(StrictModel):
     Prompts of data sets are chosen by the digest of their ids, whatever the order of the rows."""
     selection: Literal["epochs", "posterior"] = "epochs"
     """How visits choose prompts. `epochs`: every prompt once per epoch, shuffled. `posterior`: Thompson sampling from a
-    Beta posterior of each prompt's success rate; rates near one half are preferred, because their groups are the most
-    informative (MoPPS, arXiv 2507.04632)."""
+    Beta posterior of each prompt's success rate (MoPPS, arXiv 2507.04632). It prefers rates near one half, because
+    groups are the most informative there."""
 
     @property
     def source_name(self) -> str:

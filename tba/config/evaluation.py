@@ -50,8 +50,8 @@ class PublishedSection(StrictModel):
     """Keys of the prompts' data, such as "level". The metrics are also reported for the prompts of each value of such a
     key, as success_rate[level=3]. Every held-out prompt needs these keys, with a text or a number."""
     perplexity: bool = False
-    """Measure the perplexity of the completions under the starting model, per completion token, and per token of prompt
-    and completion together, as the TL;DR task publishes it."""
+    """Measure the perplexity of the completions under the starting model: per completion token, and as published for
+    TL;DR, per token of prompt and completion together."""
     references: list[PublishedNumber] = Field(default_factory=list)
     """Published numbers to compare the result with."""
 
@@ -93,8 +93,8 @@ class EvalSection(StrictModel):
     success_reward: float = 1.0
     """A completion succeeds when its reward is at least this."""
     embedding_model: str | None = None
-    """Local folder of a Hugging Face encoder, with which the mean cosine distance between the samples of a prompt is
-    measured (mean-pooled, on the CPU of the searcher). None: the distance is not measured."""
+    """Local folder of a Hugging Face encoder, to measure the mean cosine distance between the samples of a prompt.
+    Embeddings are mean-pooled, on the CPU of the searcher. None: the distance is not measured."""
     best_metric: str = "accuracy"
     """Metric that decides which version is the best: accuracy, greedy_accuracy, mean_reward, or pass@K with a K of
     `pass_at`. Versions are compared on the same prompts. The best version is never deleted (docs/trainer.md)."""

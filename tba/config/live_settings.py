@@ -57,11 +57,7 @@ class LiveSettings(StrictModel):
 
 
 def parse_live(document: Mapping[str, Any]) -> LiveSettings:
-    """Validate a map of names and values as live settings.
-
-    Raises:
-        ConfigError: a name is not a live setting, or a value is not valid.
-    """
+    """Validate a map of names and values as live settings; raise ConfigError for a wrong name or value."""
     for name, value in document.items():
         if name not in LIVE_NAMES:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The recipe's section `[objective]`, and the table of built-in presets (docs/algorithm.md).
 
-Every service reads it, so it is not part of the trainer: a searcher must know whether it computes ref log-probs, and
-the buffer whether beta may be changed live. The formulas are in tba_trainer.objectives.
+Every service reads it, so it is not part of the trainer. A searcher must know whether it computes ref log-probs, and
+the buffer must know whether beta may be changed live. The formulas are in tba_trainer.objectives.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Parts:
     product over a rollout, of its geometric mean over a rollout. `second_moment`: rho, or 0 for the tokens that push
     the second moment of log rho above its limit."""
     negative_weight: float = 1.0
-    """Factor on every A_j below 0. At 0, rollouts below the baseline have no gradient, and the policy only imitates the
-    better rollouts of a group."""
+    """Factor on every A_j below 0. At 0, rollouts below their group's baseline have no gradient, and the policy only
+    imitates the better ones."""
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
-    """Source of the log-probs of pi_old in rho: `sampler`, as it reported them, or `trainer`, which computes them again
-    with the same weights."""
+    """Source of the log-probs of pi_old: as the sampler reported them, or computed again, by the trainer, with the same
+    weights."""
     age_scaled: bool = False
     clip_range: float = 0.2
     clip_range_high: float = 0.2
@@ -129,23 +129,20 @@ class ObjectiveSection(StrictModel):
         AfterValidator(partial(plugins.check_name, what="preset", builtin=tuple(PRESETS))),
         Field(json_schema_extra={"examples": [*PRESETS]}),
     ] = "tba_prime"
-    """Name of a preset in the table of docs/algorithm.md, or an objective of your own: MODULE:NAME (docs/extending.md).
-    """
+    """Name of a preset (table in docs/algorithm.md), or an objective of your own: MODULE:NAME (docs/extending.md)."""
     beta: KlCoefficient = Schedule(value=0.05)
     """KL coefficient. Default: that of the preset; 0 for an objective of your own."""
     anchor: Anchor | None = None
-    """Target of the KL. `fixed`: the starting model. `reset`: a copy of theta, taken every `reference_reset_steps`.
-    `behaviour`: the policy that sampled the rollout (not for a baseline). Default of a baseline with beta above 0:
-    `fixed`."""
+    """Target of the KL. `fixed`: the starting model (default of baselines with beta above 0). `reset`: a copy of theta,
+    taken every `reference_reset_steps`. `behaviour`: the policy that sampled the rollout (not for baselines)."""
     importance_clamp: float | None = Field(default=None, gt=0)
     """Upper bound of the importance weight with `clamp` and `mask` (default 8; 5 for `cispo`)."""
     aggregation: Aggregation | None = None
-    """Divisor of a token's term in the loss: `rollouts`, `groups` or response `tokens` of the batch; or the number of
-    rollouts times the rollout's response tokens (`sequence_mean`), its prompt and response tokens
-    (`whole_sequence_mean`), or `searcher.max_response_tokens` (`constant`)."""
+    """Divisor of a token's term in the loss. `rollouts`, `groups`, `tokens`: number of rollouts, of groups, of response
+    tokens of the batch. The others are the number of rollouts times a length. `sequence_mean`: the rollout's response
+    tokens. `whole_sequence_mean`: its prompt and response tokens. `constant`: `searcher.max_response_tokens`."""
     mask_truncated: bool = False
-    """Leave rollouts that ended at their token limit out of the gradient; they still count in their group's baseline.
-    """
+    """Leave rollouts that ended at their token limit out of the gradient, but not out of their group's baseline."""
     mask_tied: bool = False
     """Leave groups whose rewards are all equal out of the gradient, their KL included; they still count in divisors. No
     forward pass is made for them, unless another group reads their log-probs, so a step costs less. Not with

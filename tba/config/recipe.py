@@ -234,15 +234,13 @@ class Recipe(StrictModel):
 
     @property
     def samples_at_other_temperatures(self) -> bool:
-        """Whether searchers sample at another temperature than the policy's, so that even new rollouts are off-policy.
-        """
+        """Whether searchers sample at another temperature than the policy's: then even new rollouts are off-policy."""
         is_mixed = self.searcher.temperature_mix is not None
         return is_mixed or self.searcher.sampling_temperature != self.model.policy_temperature
 
     @property
     def temperature_warning(self) -> str | None:
-        """Warning to show before the start if searchers sample at another temperature than the policy's without a
-        `temperature_mix`; after the semicolon stands the remedy. None: no warning."""
+        """Warning, with the remedy, if searchers sample at another temperature without a `temperature_mix`; or None."""
         if self.searcher.temperature_mix is not None or self.is_offline or not self.samples_at_other_temperatures:
             return None
         return (

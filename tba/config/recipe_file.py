@@ -94,10 +94,7 @@ def _with_hub_model(recipe: Recipe) -> Recipe:
 
 
 def parse_recipe(document: Mapping[str, Any], *, where: str) -> Recipe:
-    """Validate a recipe that has been parsed into a map.
-
-    Args:
-        where: the origin of the map, for errors.
+    """Validate a recipe that has been parsed into a map; `where` names its origin in errors.
 
     Raises:
         ConfigError: a key or value is wrong; the message names the first one, its value and the remedy.

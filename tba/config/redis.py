@@ -17,10 +17,8 @@ SCHEMES = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, slots=True)
 class RedisAccess:
-    """Arguments for redis-py: `from_url(access.url, **access.tls, ...)`, and `credentials` if there is a password file.
-
-    `redis_access` makes it.
-    """
+    """Arguments for redis-py: `from_url(access.url, **access.tls, ...)`, with `credentials` if there is a password
+    file, which is read for every connection."""
 
     url: str
     """The recipe's URL, without the user if there is a password file."""

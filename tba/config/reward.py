@@ -147,8 +147,8 @@ class ModelScorerSpec(ScorerSpec):
 
     @property
     def models_key(self) -> str:
-        """Key of the model server; scorers with equal keys share one. Settings that only use its output are left out.
-        """
+        """Key of the model server: scorers with equal keys share one. Settings about the use of its output
+        (weight, gate, ...) are not in it."""
         return self.model_dump_json(exclude={"weight", "gate", "timeout_s", "against", "missing_eos_penalty"})
 
 

@@ -23,9 +23,8 @@ VLLM_MAX_TEMPERATURE = 2.0
 
 
 VLLM_RELEASES = ("0.32.0",)
-"""Releases of vLLM that the contract tests of the engines pass with: the pinned one, and later its successor. Other
-releases change functions that the engine calls (docs/searcher.md). The extras of the services name the same releases.
-"""
+"""Releases of vLLM that pass the contract tests of the engines, also named in the services' extras: the pinned one, and
+later its successor. Other releases may change functions that the engine calls (docs/searcher.md)."""
 
 
 def check_vllm_release(version: str) -> None:
@@ -112,8 +111,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class TemperatureMix(StrictModel):
-    """Draw the sampling temperature of every training rollout uniformly from `low` to `high` (the paper's red-teaming).
-    """
+    """Draw the temperature of every training rollout uniformly from `low` to `high` (the paper's red-teaming)."""
 
     low: Temperature
     high: Temperature
@@ -201,7 +199,7 @@ class SearcherSection(StrictModel):
     max_response_tokens: int = Field(default=64, ge=1)
     """Length limit of a completion."""
     tasks: dict[str, TaskSampling] = Field(default_factory=dict)
-    """Per task: minimum length and stop strings. In other tasks, a response ends at end of sequence or at
+    """Task -> minimum length and stop strings. In other tasks, a response ends at end of sequence or at
     `max_response_tokens`."""
     sampling_temperature: Temperature = 1.0
     """Temperature of the behaviour policy; default: `model.policy_temperature`."""
@@ -217,9 +215,8 @@ class SearcherSection(StrictModel):
     drain_s: float = Field(default=20.0, gt=0)
     """Seconds after SIGTERM to finish completions, push them, and return leases."""
     on_run_end: Literal["exit", "wait"] = "exit"
-    """When the run is done or has failed: `exit` with code 0, or `wait`, with the model unloaded, until a trainer
-    continues the run. `wait` is for Deployments and Compose, which restart a process that ends; `tba run` sets `exit`.
-    """
+    """When the run is done or has failed: `exit` with code 0, or unload the model and `wait` until a trainer continues
+    the run. `wait` is for Deployments and Compose, which restart a process that ends; `tba run` sets `exit`."""
 
     @model_validator(mode="after")
     def _check(self) -> SearcherSection:

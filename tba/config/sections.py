@@ -21,8 +21,8 @@ class TlsSection(StrictModel):
     key_file: str | None = None
     """Private key of `cert_file`, without a passphrase."""
     ca_file: str | None = None
-    """The only certificate authorities that clients trust for https URLs of buffer and reward service and for a rediss
-    URL of Redis; none: those of the system. For the object store, see `store.ca_file`."""
+    """The only certificate authorities that clients trust for https (buffer, reward service) and rediss (Redis) URLs;
+    none: those of the system. For the object store, see `store.ca_file`."""
 
     @model_validator(mode="after")
     def _check(self) -> TlsSection:
@@ -76,8 +76,7 @@ class ModelSection(StrictModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of published weights and of the searchers' engines."""
     policy_temperature: Temperature = 1.0
-    """Divisor of the logits of policy and reference: the policy that is trained is the model at this temperature.
-    Constant within a run."""
+    """Divisor of the logits of policy and reference; the trained policy is the model at it. Constant within a run."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     warm_start: WarmStartSection | None = None
@@ -111,11 +110,12 @@ class BufferSection(StrictModel):
     max_policy_age_steps: int | None = Field(default=None, ge=0)
     """Evict rollouts whose policy age is above this many optimizer steps; none: any age may be drawn."""
     deduplicate: bool = False
-    """Of the rollouts of one prompt with exactly the same response tokens, keep only the newest."""
+    """Keep only the newest of the rollouts of one prompt that have exactly the same response tokens."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
-    """Of two similar scored rollouts of one prompt, keep the one with the higher reward. They are similar when their
-    edit distance in tokens is below this share of their added lengths. None: no such filter. Every new rollout is
-    compared with all of its prompt, so it suits short responses, and `max_rollouts` up to MOST_ROLLOUTS_COMPARED."""
+    """Keep the one with the higher reward of two similar scored rollouts of one prompt. They are similar when the edit
+    distance of their responses, in tokens, is below this share of their added lengths. None: no such filter. Every new
+    rollout is compared with all of its prompt: use it for short responses, and `max_rollouts` <=
+    MOST_ROLLOUTS_COMPARED."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Largest request body; a larger one is refused with 413."""
     lease_s: float = Field(default=60.0, gt=0)
@@ -178,9 +178,9 @@ class SamplingSection(StrictModel):
     """Baseline: generate for one sync interval, then train for one, never both at once."""
     lag_steps: int = Field(default=0, ge=0)
     """L, a constant lag, for studies. Searchers sample with the newest version that is at least L optimizer steps older
-    than the newest published one; in the first L steps after a start of the trainer, with the first version. With
-    `alternate` and `trainer.sync_interval` 1, every rollout is trained on at policy age L (docs/trainer.md, Constant
-    lag)."""
+    than the newest published one. In the first L steps after a start of the trainer, they sample with its first
+    version. With `alternate` and `trainer.sync_interval` 1, every rollout is trained on at policy age L
+    (docs/trainer.md, Constant lag)."""
 
     @property
     def min_distinct(self) -> int:
@@ -206,8 +206,7 @@ class StoreSection(StrictModel):
     region: str = "us-east-1"
     """S3 region."""
     ca_file: str | None = None
-    """PEM file of the certificate authorities that are trusted for an https endpoint; none: boto3's, or those of
-    AWS_CA_BUNDLE."""
+    """PEM file of the certificate authorities trusted for an https endpoint; none: boto3's, or AWS_CA_BUNDLE."""
     cache_folder: str | None = None
     """Cache folder of the searchers of one machine: each version is downloaded and assembled once for all of them.
     Best on the file system of their weights (TMPDIR), where files are linked and not copied. None: no cache."""

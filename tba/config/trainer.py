@@ -59,8 +59,7 @@ class GradSpikeSection(AlarmSection):
     """Condition: gradient norm before clipping > this * median norm of recent batches with a reward signal, which means
     that rewards differ within a group. A spike counts in the median as this * median."""
     WINDOW_STEPS: ClassVar[int] = 32
-    """Number of batches in the median, applied ones and spikes. With fewer than a quarter of them there is no median.
-    """
+    """Most batches in the median, applied ones and spikes; with less than a quarter of this there is no median."""
 
 
 class EssCollapseSection(AlarmSection):
@@ -113,8 +112,7 @@ class GuardsSection(StrictModel):
 
 
 class LoraSection(StrictModel):
-    """Train LoRA adapters on the linear layers, with the model's own weights frozen (arXiv 2106.09685). Constant within
-    a run."""
+    """Train LoRA adapters (arXiv 2106.09685) on the linear layers and freeze the model. Constant within a run."""
 
     rank: int = Field(default=16, ge=1, le=65_536)
     """Rank of every adapter."""
@@ -138,8 +136,7 @@ class WandbSection(StrictModel):
     """Weights & Biases (`pip install 'tba[wandb]'`)."""
 
     project: str = Field(default="tba", min_length=1)
-    """Name of the W&B project. For account, team, address and offline mode, set W&B's environment variables, WANDB_*.
-    """
+    """Name of the W&B project. Set account, team, address and offline mode by W&B's environment variables, WANDB_*."""
 
 
 class TrackingSection(StrictModel):
@@ -198,8 +195,8 @@ class TrainerSection(StrictModel):
     sharding: ShardingSection = ShardingSection()
     """How the model is sharded over the processes."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """With several processes: seconds that a process waits for the others, in an exchange or at the start on several
-    machines, before all give up."""
+    """Seconds that a process waits for the others (in an exchange, or for other machines at the start) until it fails.
+    """
     sync_interval: int = Field(default=4, ge=1)
     """k: publish a version and announce it to the buffer every k optimizer steps."""
     checkpoint_interval: int = Field(default=50, ge=1)

@@ -1,4 +1,4 @@
-"""The published evaluation of one model: the job for the evaluator, its report, and the statistics.
+"""The evaluation of one model by `tba evaluate`: the job for the evaluator, its report, and the statistics.
 
 tba evaluate --> EvaluationJob --> tba_searcher.evaluation (a child process) --> EvaluationReport --> table
 """

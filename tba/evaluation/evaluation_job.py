@@ -1,4 +1,4 @@
-"""The job that `tba evaluate` gives the evaluator process, and evaluation.json, the report that comes back."""
+"""The job that `tba evaluate` gives to the evaluator process, and the report that it returns, evaluation.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 PROGRESS = "progress: "
-"""Prefix of the evaluator's lines for the person who waits."""
+"""Prefix of the evaluator's output lines that are shown to the person who waits."""
 
 
 class EvaluationJob(StrictModel):
@@ -22,13 +22,13 @@ class EvaluationJob(StrictModel):
     subject: str
     """The evaluated model in words: `version 1-40 of run gsm8k`, `model folder ...`."""
     model: Path
-    """Folder in Hugging Face format."""
+    """Folder of the model in Hugging Face format."""
     version: VersionText | None = None
-    """The weight version in `model`; none: not one of a run."""
+    """The weight version in `model`; none: the model is not a version of a run."""
     manifest: Path | None = None
-    """Manifest of that version: the engine proves that it holds exactly these weights."""
+    """File with the manifest of that version, with which the engine checks its weights."""
     start: Path | None = None
-    """Folder of the starting model; given where perplexity is measured."""
+    """Folder of the starting model; needed to measure perplexity."""
     prompts: list[Prompt]
     """The held-out prompts, in order."""
     out: Path
@@ -36,7 +36,7 @@ class EvaluationJob(StrictModel):
 
 
 def load_job(path: Path) -> EvaluationJob:
-    """Read a job."""
+    """Read a job from its file; raise ConfigError if that is not possible."""
     try:
         return EvaluationJob.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
@@ -47,26 +47,26 @@ def load_job(path: Path) -> EvaluationJob:
 class Estimate(StrictModel):
     """A mean over prompts (or a function of means) with its standard error; None is unknown.
 
-    The standard error counts prompts as independent, but not completions of one prompt. With a single prompt, its
-    completions count as independent.
+    The standard error treats prompts as independent, but not completions of one prompt. With a single prompt, its
+    completions are treated as independent.
     """
 
     value: float | None
     stderr: float | None
     num_prompts: int
-    """Prompts with at least one known value."""
+    """Number of prompts with at least one known value."""
     num_completions: int
-    """Known values."""
+    """Number of known values."""
     low: float | None = None
     high: float | None = None
-    """Bounds of a success rate with unknown scores: its value if every unknown score were a failure, or a success."""
+    """`low`, `high`: the value of a success rate if all unknown scores were failures, or successes."""
 
 
 class ScoreCounts(StrictModel):
-    """The scores of one mode under one task."""
+    """Counts of the scores of one mode (greedy or sampled) under one task."""
 
     reward_versions: list[str]
-    """Versions of the reward that scored; more than one: the service changed meanwhile."""
+    """Reward versions of the scores; several mean that the service changed during the evaluation."""
     success: str
     """The condition for a success, in words."""
     num_scored: int
@@ -74,40 +74,40 @@ class ScoreCounts(StrictModel):
     unknown: dict[str, int] = Field(default_factory=dict)
     """Reason -> number of unknown scores."""
     wrong: dict[str, int] = Field(default_factory=dict)
-    """Reason -> number of answers that are themselves why they have no score: failures, and none of `num_unknown`."""
+    """Reason -> number of responses without a score because of their own content; they count as failures."""
 
 
 class ModeReport(StrictModel):
-    """Greedy completions, or samples."""
+    """The completions of one mode: greedy or sampled."""
 
     temperature: float
     num_completions: int
     finish_reasons: dict[str, int]
     scores: dict[str, ScoreCounts]
-    """By task."""
+    """Task -> counts."""
 
 
 class Comparison(StrictModel):
-    """A published number beside ours."""
+    """A published number and our measurement of the same metric."""
 
     reference: PublishedNumber
     found: Estimate | None
-    """None: not measured."""
+    """Our measurement; None: not measured."""
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the published one."""
+        """Our value minus the published value; None if ours is unknown."""
         return None if self.found is None or self.found.value is None else self.found.value - self.reference.value
 
 
 class EvaluationReport(StrictModel):
-    """evaluation.json."""
+    """The content of evaluation.json."""
 
     schema_version: int = 1
     subject: str
     version: str | None
     params_sha256: str | None
-    """Digest of the weights, as the manifest states it; None: a folder."""
+    """`params_sha256` of the version's manifest; None: the model is a folder without a manifest."""
     run: str
     engine: str
     tba_version: str
@@ -117,16 +117,16 @@ class EvaluationReport(StrictModel):
     """Prompt id -> why the engine cannot complete it; its scores are unknown."""
     modes: dict[Mode, ModeReport]
     metrics: dict[str, Estimate]
-    """By name, for example greedy.gsm8k.success_rate."""
+    """Name -> value, for example greedy.gsm8k.success_rate."""
     references: list[Comparison]
     generation_s: float
     num_generated_tokens: int
     settings: dict[str, Any]
-    """`eval.published` and the sampling limits as they were."""
+    """`eval.published` and the sampling limits of this evaluation."""
 
 
 def load_report(path: Path) -> EvaluationReport:
-    """Read evaluation.json."""
+    """Read evaluation.json; raise ConfigError if it is not one of this release."""
     try:
         # a report of another release may have other fields, and numbers of another meaning
         return EvaluationReport.model_validate_json(path.read_bytes())

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from tba.evaluation.evaluation_job import Estimate
 
 Nested = Sequence[Sequence[float]]
-"""[prompt][completion]: the known values of each prompt."""
+"""The known values, indexed by [prompt][completion]."""
 
 
 def mean_of_prompts(values: Nested) -> Estimate:
-    """Return the mean over prompts of the mean of each prompt's known values; prompts without any are left out."""
+    """Average the known values of each prompt, then average over prompts; prompts without values are left out."""
     known = [list(map(float, part)) for part in values if len(part)]
     # one prompt has no spread over prompts: then the completions are the sample
     means = known[0] if len(known) == 1 else [math.fsum(part) / len(part) for part in known]
@@ -28,7 +28,7 @@ def mean_of_prompts(values: Nested) -> Estimate:
 
 
 def success_rate(successes: Sequence[Sequence[bool | None]]) -> Estimate:
-    """Return the share of successes; None is unknown, left out of the value, and bounded by `low` and `high`."""
+    """Return the success rate; unknown scores (None) are left out of the value, and widen the bounds `low`, `high`."""
     # unknown scores say nothing, so they are left out, and the two bounds say how much that could matter
     rate = mean_of_prompts([[float(one) for one in part if one is not None] for part in successes])
     if all(one is not None for part in successes for one in part):
@@ -41,9 +41,9 @@ def success_rate(successes: Sequence[Sequence[bool | None]]) -> Estimate:
 
 
 def exp_of_ratio(numerators: Nested, denominators: Nested) -> Estimate:
-    """Return exp(sum of numerators / sum of denominators), by the delta method: a perplexity over all tokens together.
+    """Return exp(sum of numerators / sum of denominators), such as a perplexity over all tokens together.
 
-    The denominators are above 0.
+    The standard error is by the delta method. The denominators must be above 0.
     """
     pairs = [(sum(n), sum(d)) for n, d in zip(numerators, denominators, strict=True) if len(n)]
     num_prompts, num_completions = len(pairs), sum(map(len, numerators))
@@ -73,10 +73,9 @@ def finite_exp(value: float) -> float | None:
 
 
 def mean_of_pairs(distances: NDArray[np.float64]) -> tuple[float | None, float | None]:
-    """Return the mean over all pairs of a symmetric matrix [N, N] without its diagonal, and the jackknife standard
-    error.
+    """Return the mean of a symmetric matrix [N, N] without its diagonal, and the jackknife standard error of the mean.
 
-    (None, None) for fewer than two; no standard error for fewer than three.
+    Both are None for N < 2; the standard error is None for N < 3.
     """
     num = len(distances)
     if num < 2:
@@ -92,8 +91,7 @@ def mean_of_pairs(distances: NDArray[np.float64]) -> tuple[float | None, float |
 
 
 def pass_at_k(num_samples: int, num_successes: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k samples succeeds: 1 - C(n - c, k) / C(n, k), k <= n
-    (arXiv 2107.03374, Eq. 1)."""
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) for n >= k (arXiv 2107.03374, Eq. 1)."""
     return 1.0 - math.comb(num_samples - num_successes, k) / math.comb(num_samples, k)
 
 

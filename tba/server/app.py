@@ -27,23 +27,23 @@ from tba.tls import with_bare_urls
 
 MAX_DISCARDED_BYTES = 64 * 2**20
 BODY_IDLE_S = 10.0
-"""A body without new bytes for so long is refused."""
+"""Longest wait for the next bytes of a body, after which it is refused."""
 MIN_BODY_BYTES_PER_S = 64 * 1024
-"""The wait for a body is BODY_IDLE_S in all, and one second more per this many bytes that have arrived."""
+"""Slowest accepted body: its total waits may take BODY_IDLE_S, and one second more per this many received bytes."""
 Ready = Callable[[], Awaitable[str | None]]
 
 
 class MsgpackResponse(Response):
-    """A response whose body is msgpack already."""
+    """A response whose body is encoded msgpack."""
 
     media_type = "application/msgpack"
 
 
 class BodyLimit:
-    """Refuse bodies over `max_body_bytes` with 413, and answer slow ones with 408.
+    """ASGI middleware that refuses bodies over `max_body_bytes` with 413, and slow ones with 408.
 
-    The size is checked by Content-Length, and again while the body arrives. A body is slow when it stalls, or arrives
-    with less than MIN_BODY_BYTES_PER_S.
+    The size is checked by Content-Length, and again while the body arrives. A body is slow if it stalls for
+    BODY_IDLE_S, or arrives at less than MIN_BODY_BYTES_PER_S.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -110,7 +110,7 @@ class BodyLimit:
 
 
 async def raw_body(request: Request) -> bytes:
-    """Return the whole body, which BodyLimit bounds."""
+    """Return the whole body of a request, whose size BodyLimit has bounded."""
     try:
         return await request.body()
     except ClientDisconnect:
@@ -129,14 +129,13 @@ def create_app(
     lifespan: Any = None,
     refresh_metrics: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
-    """Return an application with problem documents, body limit, health and metrics, to which the service adds its
-    routes.
+    """Return an application with problem documents, tokens, body limit, health and metrics; a service adds its routes.
 
     Args:
-        ready: returns None if the service is ready, else why not in a sentence; or raises a TbaError with its own slug.
-        note: returns what GET /readyz adds when the service is ready; None for nothing.
-        registry: shown by GET /metrics.
-        refresh_metrics: called before GET /metrics reads the registry; numbers that it cannot read stay as they were.
+        ready: returns None if the service is ready, else the reason in a sentence; or raises a TbaError with its slug.
+        note: returns a note for GET /readyz of a service that is ready, or None.
+        registry: the metrics that GET /metrics shows.
+        refresh_metrics: updates the metrics before GET /metrics; if it raises UnavailableError, the old values stay.
     """
     app = FastAPI(
         title=title,
@@ -160,12 +159,12 @@ def create_app(
 
     @app.get("/livez", operation_id="livez")
     async def livez() -> dict[str, str]:
-        """Answer while the process runs."""
+        """Answer 200 while the process runs."""
         return {"status": "ok"}
 
     @app.get("/readyz", operation_id="readyz", response_model=dict[str, str])
     async def readyz() -> Response | dict[str, str]:
-        """Answer 200 when the service can do its work."""
+        """Answer 200 if the service can do its work, else 503."""
         reason = await ready()
         if reason is not None:
             return problem_response(status=503, slug="not-ready", detail=reason)
@@ -183,7 +182,7 @@ def create_app(
 
     @app.get("/version", operation_id="version")
     async def version() -> dict[str, str]:
-        """Return service, release and run."""
+        """Return the names of service and run, and the release of tba."""
         return {"service": title, "version": tba.__version__, "run": recipe.run.name}
 
     return app

@@ -1,6 +1,6 @@
-"""Bearer tokens by role, the throttle of requests without a known token, and web pages of other sites.
+"""Access checks: bearer tokens by role, a throttle for unknown tokens, and protection from web pages of other sites.
 
-On loopback a service may run without tokens; anywhere else it refuses to start.
+On loopback a service may run without tokens; on any other address it refuses to start without them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tba.tls import is_ip_address
 from tba.tokens import DIGEST_PREFIX, RoleTokens, TokensFile, digests
 
 WINDOW_S = 60.0
-"""The refusals of an address are forgotten after this time without one."""
+"""The count of refused requests of an address is reset after this many seconds without one."""
 FREE_REFUSALS = 20
-"""So many refusals of an address are answered at once: a person who tries, or a client with the wrong tokens file."""
+"""Number of refusals that an address gets without delay: enough for a person's attempts or a wrong tokens file."""
 DELAY_S = 1.0
-"""Every later one is answered after this time, which bounds the requests of one connection."""
+"""Delay of every later refusal, in seconds, which limits the request rate of a connection."""
 MAX_DELAYED = 256
-"""Most answers that wait at once, of all addresses; further ones go out at once, and end the connection."""
+"""Most refusals that are delayed at once, for all addresses; further ones are sent at once and close the connection."""
 MAX_ADDRESSES = 4096
-"""Most addresses that are remembered; the one without a request for longest is forgotten first."""
+"""Most addresses whose refusals are counted; the least recently refused address is forgotten first."""
 FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-"""A browser sends them to another site without asking that one first."""
+"""Content types that a browser sends to another site without a preflight request (CORS)."""
 log = get_logger("auth")
 
 
@@ -44,8 +44,8 @@ class Authenticator:
     """Check `Authorization: Bearer TOKEN` against the tokens of the allowed roles, in constant time.
 
     Args:
-        tokens: role -> token, or the tokens file, which is followed; None accepts everyone (loopback only, as `serve`
-            checks). Only digests are kept.
+        tokens: role -> token, or a tokens file, whose changes are followed; None accepts everyone (`serve` allows that
+            on loopback only). Only digests are kept in memory.
     """
 
     def __init__(self, tokens: Mapping[str, str] | TokensFile | None) -> None:
@@ -63,10 +63,10 @@ class Authenticator:
         return self._fixed if self._file is None else self._file.value
 
     def role_of(self, authorization: str) -> str | None:
-        """Return the role whose token an Authorization header carries; None if tokens are not checked.
+        """Return the role of the token in an Authorization header; None if tokens are not checked.
 
         Raises:
-            UnauthorizedError: no token or an unknown one.
+            UnauthorizedError: no token, or an unknown one.
         """
         known = self._digests()
         if known is None:
@@ -83,10 +83,10 @@ class Authenticator:
         raise UnauthorizedError("the bearer token is unknown here; compare the tokens files of client and service")
 
     def check(self, authorization: str, roles: Iterable[str]) -> None:
-        """Accept these roles alone; the operator may do everything that a viewer may.
+        """Check that the token belongs to one of these roles; an operator may do all that a viewer may.
 
         Raises:
-            UnauthorizedError: no token or an unknown one.
+            UnauthorizedError: no token, or an unknown one.
             ForbiddenError: a token of another role.
         """
         role, allowed = self.role_of(authorization), _allowed(roles)
@@ -94,7 +94,7 @@ class Authenticator:
             raise ForbiddenError(f"role {role!r} may not do this; it needs {' or '.join(allowed)}")
 
     def require(self, *roles: str) -> Callable[[Request], Awaitable[None]]:
-        """Return `check` as a FastAPI dependency."""
+        """Return a FastAPI dependency that calls `check` for these roles."""
 
         async def check(request: Request) -> None:
             self.check(request.headers.get("authorization", ""), roles)
@@ -103,7 +103,7 @@ class Authenticator:
         return check
 
     def only(self, *roles: str) -> list[params.Depends]:
-        """Return the dependencies of an endpoint that only these roles may call."""
+        """Return the `dependencies` argument for an endpoint that only these roles may call."""
         return [Depends(self.require(*roles))]
 
 
@@ -113,17 +113,18 @@ def _allowed(roles: Iterable[str]) -> list[str]:
 
 
 class AccessGate:
-    """Refuse a request before its body is read: without a known token, or from a web page of another site.
+    """ASGI middleware that refuses a request before its body is read: no known token, or a web page of another site.
 
-    With tokens, a request under /v1 without a known one is answered with 401. `Authenticator.require` checks the role
-    later: FastAPI reads a JSON body before it asks the dependencies.
+    With tokens, a request under /v1 without a known token gets 401. `Authenticator.require` checks the role later,
+    because FastAPI reads a JSON body before it calls dependencies.
 
-    Without tokens, a page of another site could make the browser of this machine ask. It reaches loopback under a name
-    of its own that it lets point there (Host; DNS rebinding), or sends what browsers send to other sites unasked
-    (Origin, and the types of forms). With tokens, which such a page does not know, proxies may change all of these.
+    Without tokens, a web page of another site could send requests through a browser on this machine. It could reach
+    loopback under a host name of its own (DNS rebinding), so Host is checked. Or it could send what browsers send to
+    other sites without a preflight, so Origin and the content types of forms are checked. With tokens, such a page
+    lacks a token, and these headers are not checked, because proxies may change them.
 
     Args:
-        names: the hosts of the service's addresses; IP addresses and localhost are known anyway.
+        names: host names of the service's addresses; IP addresses and localhost are always accepted.
     """
 
     def __init__(self, app: ASGIApp, auth: Authenticator, throttle: AuthThrottle, names: Iterable[str]) -> None:
@@ -173,18 +174,18 @@ class AccessGate:
 
 
 class AuthThrottle:
-    """Count requests without a known token by address, log them now and then, and delay their answers."""
+    """Count requests without a known token per address, log some of them, and delay their replies."""
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._by_address: OrderedDict[str, tuple[int, float, float]] = OrderedDict()
-        """Address -> refusals lately, the time of the last one, and of the last that was logged."""
+        """Address -> number of recent refusals, time of the last one, time of the last one that was logged."""
         self._num_delayed = 0
         self._clock = clock
         self._refused = Counter("tba_unauthorized_total", "Requests without a known token", registry=registry)
 
     @property
     def is_full(self) -> bool:
-        """Whether no further answer may wait."""
+        """Whether no further reply may be delayed."""
         return self._num_delayed >= MAX_DELAYED
 
     async def delay(self, address: str) -> None:

@@ -1,4 +1,4 @@
-"""The parts of the OpenAPI document that FastAPI cannot see: problem documents, roles, msgpack bodies."""
+"""Add to the OpenAPI document what FastAPI cannot know: problem documents, roles, msgpack bodies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tba.api import Problem
 
 BINARY = {"type": "string", "format": "binary"}
 MSGPACK_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": BINARY}}}}
-"""`openapi_extra` of an endpoint that reads msgpack itself."""
+"""Argument `openapi_extra` of an endpoint that reads a msgpack body itself."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "A problem document (RFC 9457); docs/api.md lists them",
         "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
     }
 }
-"""`responses` of an application: what every endpoint answers beside its success."""
+"""Argument `responses` of an application: the error replies of every endpoint."""
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi()` complete."""
+    """Complete the document of `app.openapi()`, and serve it at GET /openapi.json."""
     of_fastapi = app.openapi
 
     def openapi() -> dict[str, Any]:

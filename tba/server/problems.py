@@ -1,4 +1,4 @@
-"""RFC 9457 problem documents: one error shape on every endpoint."""
+"""RFC 9457 problem documents: every endpoint reports errors in this one format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tba.tls import with_bare_urls
 
 TYPE_PREFIX = "urn:tba:problem:"
 UNAVAILABLE_RETRY_S = 1
-"""A service that is unavailable checks this often whether it still is."""
+"""Value of Retry-After for 503: a service that is unavailable checks this often whether it still is."""
 MAX_ERRORS_SAID = 3
 MAX_WHERE_CHARS = 200
 log = get_logger("http")
@@ -31,14 +31,14 @@ _short.maxlevel, _short.maxdict, _short.maxlist = 2, 4, 4
 def problem_response(
     *, status: int, slug: str, detail: str, headers: dict[str, str] | None = None, **extra: Any
 ) -> JSONResponse:
-    """Return a response `application/problem+json` with a stable type."""
+    """Return a response `application/problem+json`, whose type is TYPE_PREFIX and `slug`."""
     body = {"type": TYPE_PREFIX + slug, "title": HTTPStatus(status).phrase, "status": status}
     body |= {"detail": with_bare_urls(detail), **extra}
     return JSONResponse(body, status_code=status, headers=headers, media_type="application/problem+json")
 
 
 def error_response(error: TbaError) -> JSONResponse:
-    """Return the problem document of one of our errors, with Retry-After for BusyError and 503."""
+    """Return the problem document for a TbaError, with Retry-After for BusyError and 503."""
     headers: dict[str, str] = {}
     extra: dict[str, Any] = {}
     if isinstance(error, BusyError):
@@ -52,7 +52,7 @@ def error_response(error: TbaError) -> JSONResponse:
 
 
 def _invalid_field(error: dict[str, Any]) -> str:
-    """Return in one sentence which field is wrong, how, and its value."""
+    """Return a sentence about a wrong field: its place, the problem and its value."""
     place, *names = map(str, error["loc"] or ("body",))
     # a parameter is called as the client wrote it; the fields of a body stand below `body`
     parts = names if place != "body" and names else [place, *names]
@@ -66,7 +66,7 @@ def _invalid_field(error: dict[str, Any]) -> str:
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Turn every error of every endpoint into a problem document; no client sees a traceback."""
+    """Install handlers that turn every error of every endpoint into a problem document, never a traceback."""
 
     @app.exception_handler(TbaError)
     async def _tba(_: Request, error: TbaError) -> JSONResponse:

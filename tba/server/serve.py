@@ -1,5 +1,4 @@
-"""Serve an application with uvicorn: on a bound socket, with TLS where the recipe has a certificate, and never without
-tokens beyond loopback."""
+"""Serve an application with uvicorn: with TLS if the recipe has a certificate, and without tokens on loopback only."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ from tba.watched_file import WatchedFile
 MAX_CONNECTIONS = 4096
 """Most connections of one server. A searcher has about four, the trainer two, `tba run` two."""
 SPARE_FILES = 256
-"""Open files that are left for Redis, the object store, workers and the log."""
+"""Open files reserved for Redis, the object store, workers and the log."""
 BACKLOG = 2048
 KEEP_ALIVE_S = 5
-"""A connection without a further request is closed after this time."""
+"""Seconds without a request after which a connection is closed."""
 GRACEFUL_SHUTDOWN_S = 10
 MALLOPT_TRIM_THRESHOLD = -1
 MALLOPT_MMAP_THRESHOLD = -3
@@ -55,7 +54,7 @@ def serve(
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        start: awaited in the loop of the server, before it serves; what it raises is raised here.
+        start: awaited in the server's event loop before it serves; its errors are raised here.
 
     Raises:
         ConfigError: no tokens on an address that is not loopback, the address cannot be bound, or the certificate
@@ -81,7 +80,11 @@ def serve(
 
 @asynccontextmanager
 async def not_ready(host: str, port: int, *, tls: TlsSection, reason: Callable[[], str]) -> AsyncIterator[None]:
-    """Within the block answer 200 to /livez and 503 to all else: the process is well, and what it needs is late."""
+    """Serve during the block, in which the process waits for another service: 200 for /livez, 503 for all else.
+
+    Args:
+        reason: returns the detail of the 503.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_live = scope["path"] == "/livez"
@@ -111,9 +114,9 @@ class Server(uvicorn.Server):
     """uvicorn's server with the settings of every service.
 
     Args:
-        certificate: the server speaks TLS alone and shows this one; None for plain HTTP.
-        start: awaited before anything else; what it raises ends the server, without the traceback of uvicorn.
-        settings: of uvicorn.Config, instead of the usual ones.
+        certificate: certificate for TLS, which is then the only protocol; None: plain HTTP.
+        start: awaited before anything else; its errors end the server, without uvicorn's traceback.
+        settings: arguments of uvicorn.Config that override the usual ones.
     """
 
     def __init__(
@@ -147,26 +150,26 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End on SIGTERM or SIGINT: at once before anything is served, else in good order."""
+        """Handle SIGTERM and SIGINT: exit at once while the service is starting, later shut down gracefully."""
         if not self.started:  # uvicorn would wait for the end of the start
             quit_if_starting(sig)
         mark_started()  # uvicorn raises the signal again when everything is closed
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Look for a renewed certificate; uvicorn calls this ten times a second."""
+        """Reload a renewed certificate; uvicorn calls this ten times a second."""
         if self._certificate is not None:
             self._certificate.refresh()
         return await super().on_tick(counter)
 
 
 class Certificate:
-    """A TLS context whose certificate follows its files: connections made after a renewal get the new one.
+    """A TLS context that reloads its certificate when the files change; new connections get the new certificate.
 
-    A renewed pair that does not fit is logged, and the old one stays.
+    If certificate and key do not match after a change, that is logged, and the old pair stays in use.
 
     Raises:
-        ConfigError: the files cannot be read or do not belong together.
+        ConfigError: the files cannot be read, or certificate and key do not match.
     """
 
     def __init__(self, cert_file: str, key_file: str) -> None:
@@ -183,13 +186,13 @@ class Certificate:
 
     @classmethod
     def of(cls, tls: TlsSection | None) -> Certificate | None:
-        """Return that of the recipe; None where it has none."""
+        """Return the certificate of the recipe's `tls` section; None if it has none."""
         if tls is None or tls.cert_file is None or tls.key_file is None:
             return None
         return cls(tls.cert_file, tls.key_file)
 
     def refresh(self) -> None:
-        """Read the files again where they changed; looks at most once a second."""
+        """Load the files again if they have changed; this is checked at most once a second."""
         _ = self._watched.value
 
 
@@ -211,7 +214,7 @@ def _load_into(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; `::` takes IPv6 and IPv4."""
+    """Return a socket that listens on host and port; `::` accepts IPv6 and IPv4. Raise ConfigError if it cannot."""
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # a kernel without IPv6: every address that there is
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -236,8 +239,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def max_connections() -> int:
-    """Raise the limit on open files as far as MAX_CONNECTIONS takes and the system allows; return how many connections
-    it leaves for a server."""
+    """Raise this process's limit on open files as MAX_CONNECTIONS needs and the system allows; return the number of
+    connections that a server may then have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,10 +1,10 @@
-"""The contract of an object store, and the embedded one: a folder of one machine (or a shared one with hard links).
+"""The contract of object stores, and the embedded store: a local folder, or a shared one that supports hard links.
 
 Every implementation passes tests/contract/test_store_contract.py.
 
-A write of the embedded store is: temporary file in the same folder, fsync, rename, fsync of the folder. Where the key
-may not be taken, a hard link takes the place of the rename, which fails if it is. A process that is killed at any point
-leaves the old object, the new one, or a temporary file that no key can name.
+The embedded store writes a temporary file in the same folder, then fsync, rename, fsync of the folder. A create-only
+write uses a hard link in place of the rename, because a link fails if the key is taken. A process that is killed leaves
+the old object or the new one, and perhaps a temporary file, whose name is not a valid key.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import BinaryIO, Protocol
 from tba.errors import DigestError, ObjectExistsError, ObjectNotFoundError, StoreError, StoreUnavailableError, TbaError
 
 MAX_KEY_CHARS = 900
-"""S3 allows 1,024 bytes; the rest is for the prefix of the store."""
+"""S3 allows 1,024 bytes; the remaining ones are for the prefix of the store."""
 
 PART = r"[A-Za-z0-9][A-Za-z0-9._=+@-]*"
 
 
 class ObjectStore(Protocol):
-    """Whole objects under keys like `runs/demo/weights/1-40/manifest.json`.
+    """A store of whole objects under keys such as `runs/demo/weights/1-40/manifest.json`.
 
-    A write is durable when the call returns, and atomic: readers see the whole object or none. A write that was
-    retried after a broken answer succeeds if the object it finds has the content to be written. All methods may be
-    called from several threads, and raise StoreUnavailableError with one sentence that says what to do.
+    A write is durable when the call returns, and atomic: readers see the whole object or none. A create-only write may
+    be retried after a lost answer; it succeeds if the existing object has the content to be written. All methods may be
+    called from several threads, and raise StoreUnavailableError, whose message says what to do.
     """
 
     url: str
-    """Where the objects are, for messages."""
+    """URL of the store, for messages."""
 
     def check(self, *, write: bool = False) -> None:
         """Check at start-up that the store can be used.
 
         Args:
-            write: also check that objects can be written and that create-only writes are honoured.
+            write: also write and delete a test object, to check that create-only writes are honoured.
 
         Raises:
             StoreUnavailableError: unreachable, bucket missing, access denied, or create-only writes not honoured.
@@ -52,10 +52,10 @@ class ObjectStore(Protocol):
         ...
 
     def create_bucket(self) -> None:
-        """Make the bucket or folder of the objects if there is none.
+        """Create the bucket or folder of the store if it does not exist.
 
         Raises:
-            StoreUnavailableError: that is not allowed.
+            StoreUnavailableError: this user may not create it.
         """
         ...
 
@@ -68,7 +68,7 @@ class ObjectStore(Protocol):
         ...
 
     def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
-        """Write an object from a file, streamed.
+        """Write an object from a file, without reading the whole file into memory.
 
         Raises:
             ObjectExistsError: `create_only`, and the key is taken.
@@ -84,35 +84,35 @@ class ObjectStore(Protocol):
         ...
 
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
-        """Read an object into a file, streamed; the file appears under its name when it is complete.
+        """Download an object to the file `path`, which appears only when it is complete.
 
         Args:
-            max_bytes: a larger object is not read.
+            max_bytes: size limit; a larger object is not downloaded.
 
         Raises:
             ObjectNotFoundError: no object has this key.
-            DigestError: it has more than `max_bytes`.
+            DigestError: the object has more than `max_bytes`.
         """
         ...
 
     def size_bytes(self, key: str) -> int | None:
-        """Return the size of an object; None if there is none."""
+        """Return the size of an object in bytes; None if no object has this key."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens when there is none."""
+        """Delete an object; do nothing if no object has this key."""
         ...
 
     def list(self, prefix: str) -> builtins.list[str]:
-        """Return all keys that start with `prefix`, sorted. The prefix is plain text: `a/b` also finds `a/bc`."""
+        """Return all keys that start with the text `prefix`, sorted; `a/b` also finds `a/bc`."""
         ...
 
 
 def check_key(key: str) -> str:
-    """Return the key if every store can hold it.
+    """Return the key unchanged if every store can hold it.
 
     Raises:
-        StoreError: empty, too long, absolute, an empty part, or a part that is not a plain file name.
+        StoreError: the key is empty, too long or absolute, or one of its parts is not a plain file name.
     """
     if not key or len(key) > MAX_KEY_CHARS or not all(re.fullmatch(PART, part) for part in key.split("/")):
         raise StoreError(
@@ -123,7 +123,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix if keys can start with it; empty is allowed.
+    """Return the prefix unchanged if keys can start with it; it may be empty.
 
     Raises:
         StoreError: see `check_key`.
@@ -141,11 +141,11 @@ _HARDLY_FREE_BYTES = 1 << 20
 
 
 def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | None = None) -> str | None:
-    """Return what to say about a full disk; None for any other error.
+    """Return a sentence about a full disk or an exhausted quota; None for any other error.
 
     Args:
-        places: where the process may have written; the fullest disk counts if the error names no file.
-        size_bytes: how much was to be written, if known.
+        places: paths that the process may have written to. If the error names no file, the fullest disk is taken.
+        size_bytes: number of bytes that were to be written, if known.
     """
     # EDQUOT: the disk has room, and the quota of this user has none
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -162,21 +162,21 @@ def explain_full_disk(error: OSError, *places: str | Path, size_bytes: int | Non
 
 
 def explain_no_space(folder: Path) -> str | None:
-    """Return what to say if a process that writes to `folder` has died and hardly a byte is free; else None."""
+    """Return a sentence about the full disk of `folder`, after a writer failed there; None if it has free space."""
     if shutil.disk_usage(folder).free > _HARDLY_FREE_BYTES:
         return None
     return explain_full_disk(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
 
 
 class FileStore:
-    """Objects as files below one folder; see `ObjectStore` for the contract."""
+    """Store each object as a file below one folder; see `ObjectStore` for the contract."""
 
     def __init__(self, folder: Path) -> None:
         self._root = Path(os.path.abspath(folder))
         self.url = f"file://{self._root}"
 
     def check(self, *, write: bool = False) -> None:
-        """Create the folder if needed; with `write`, prove that it takes create-only writes."""
+        """Create the folder if needed, and delete temporary files older than a day; with `write`, test a write."""
         # a folder need not exist before its first use, but one that cannot be made is a wrong store.url
         with self._errors("use the folder", ""):
             self._make_folder(self._root)
@@ -190,7 +190,7 @@ class FileStore:
             self.delete(key)
 
     def create_bucket(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         with self._errors("make the folder of", ""):
             self._make_folder(self._root)
 
@@ -222,13 +222,13 @@ class FileStore:
                 shutil.copyfileobj(source, out, _CHUNK_BYTES)
 
     def size_bytes(self, key: str) -> int | None:
-        """Return the size of an object; None if there is none."""
+        """Return the size of an object in bytes; None if no object has this key."""
         with self._errors("look up", key):
             path = self._path(key)
             return path.stat().st_size if path.is_file() else None
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens when there is none."""
+        """Delete an object; do nothing if no object has this key."""
         with self._errors("delete", key):
             path = self._path(key)
             if path.is_file():
@@ -273,7 +273,7 @@ class FileStore:
             _fsync_folder(path.parent)
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and its parents so that they survive a power cut."""
+        """Create a folder and its parents, with fsync, so that they survive a power failure."""
         if not folder.is_dir():
             self._make_folder(folder.parent)
             try:
@@ -310,7 +310,7 @@ class FileStore:
 
 
 def _create(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, which fails if the name is taken; a rename would replace what has it."""
+    """Hard-link a complete file to its final name, which fails if the name is taken; a rename would overwrite."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -322,7 +322,7 @@ def _create(temporary: Path, path: Path) -> None:
 
 
 def explain_no_locks(folder: Path, error: OSError) -> str:
-    """Return what to say where a file system, such as Lustre or NFS, does not lock files."""
+    """Return a sentence about a file system that does not lock files, as Lustre and NFS may not."""
     return (
         f"the file system of {folder} does not lock files ({error.strerror}), so two processes could write there at "
         "once; use a folder on a disk of this machine, or mount that one with locks (Lustre: -o flock)"
@@ -331,7 +331,7 @@ def explain_no_locks(folder: Path, error: OSError) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that appears under its name, replacing an older one, if the block ends without an error."""
+    """Yield a temporary file to write. It becomes `path`, replacing an older file, if the block raises no error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(_TEMPORARY + secrets.token_hex(8))
     try:
@@ -343,16 +343,16 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_size(key: str, size_bytes: int, max_bytes: int | None, *, url: str) -> None:
-    """Raise DigestError if an object has more bytes than it may: it is not read, and fills no disk."""
+    """Raise DigestError if an object has more than `max_bytes`, so that it is not downloaded and fills no disk."""
     if max_bytes is not None and size_bytes > max_bytes:
         raise DigestError(f"object {key} in {url} is damaged: {size_bytes} bytes, and no more than {max_bytes} are due")
 
 
 def open_source(path: Path) -> BinaryIO:
-    """Open a file that is to be stored.
+    """Open a local file that is to be stored.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the file cannot be read.
     """
     try:
         return path.open("rb")

@@ -1,4 +1,4 @@
-"""Open the store of a recipe, and wait for one that is still starting."""
+"""Open the object store of a recipe, and wait for a store that is still starting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tba.tls import check_bare_url, check_ca_file, without_secrets
 
 POLL_S = 1.0
 TIMEOUT_S = 30.0
-"""Deadline of one operation on S3, retries included; of a file that is read, since its last byte."""
+"""Deadline of one operation on S3, including retries; for a download, the deadline counts from the last byte."""
 
 
 def is_retryable(error: StoreUnavailableError) -> bool:
-    """Return whether the store may answer a moment later: it is away or overloaded. Wrong keys stay wrong."""
+    """Return whether a retry may succeed, because the store is unreachable or overloaded; wrong keys stay wrong."""
     cause = error.__cause__
     if cause is None or isinstance(cause, OSError):
         return False  # the embedded store: a missing folder stays missing
@@ -28,7 +28,7 @@ def is_retryable(error: StoreUnavailableError) -> bool:
 
 
 def is_bucket_missing(error: StoreUnavailableError) -> bool:
-    """Return whether the only problem is that the bucket does not exist."""
+    """Return whether the error says that the bucket does not exist."""
     response = getattr(error.__cause__, "response", None)
     return isinstance(response, dict) and response.get("Error", {}).get("Code") == "NoSuchBucket"
 
@@ -36,14 +36,15 @@ def is_bucket_missing(error: StoreUnavailableError) -> bool:
 def wait_for_store(
     store: ObjectStore, *, wait_s: float, on_progress: Callable[[str], None], create_bucket: bool = False
 ) -> None:
-    """Wait (wait `store-start`) until the store can be written and honours create-only writes.
+    """Wait until the store can be written and honours create-only writes (wait `store-start`).
 
     Args:
-        wait_s: deadline.
-        create_bucket: make the bucket where there is none.
+        wait_s: deadline in seconds.
+        on_progress: called with sentences for people: a wait begins, or the bucket was created.
+        create_bucket: create the bucket if it does not exist.
 
     Raises:
-        StoreError: access denied, no bucket, create-only writes not honoured: waiting cannot help.
+        StoreError: access denied, no bucket, or create-only writes not honoured: waiting does not help.
         WaitTimeoutError: the store did not answer in time.
     """
     deadline_s, has_reported = time.monotonic() + wait_s, False
@@ -74,7 +75,7 @@ def wait_for_store(
 
 
 def open_store(section: StoreSection, *, timeout_s: float = TIMEOUT_S, part_bytes: int | None = None) -> ObjectStore:
-    """Open the store that `section.url` names; nothing is contacted yet (see `ObjectStore.check`).
+    """Open the store at `section.url`, without any network call yet (see `ObjectStore.check`).
 
     Args:
         timeout_s: deadline of one operation on S3.

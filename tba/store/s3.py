@@ -31,18 +31,18 @@ from tba.tls import explain_tls_error
 T = TypeVar("T")
 
 _PART_BYTES = 32 << 20
-"""Files above twice this size are sent and read in parts. S3 allows 10,000 parts, hence 312 GiB."""
+"""Size of a part. Files above twice this size are sent and read in parts; larger ones than 312 GiB in larger parts."""
 _CHUNK_BYTES = 1 << 16
-"""Written at once of what is read."""
+"""Bytes that are read and written at a time in a download."""
 _NUM_CONNECTIONS = 4
 _MAX_NUM_PARTS = 10_000
 
 
 class S3Store:
-    """Objects in one bucket below one prefix; see `ObjectStore` for the contract.
+    """Store objects in one bucket below one prefix; see `ObjectStore` for the contract.
 
-    `timeout_s` bounds each request, or part of a large file: it is retried until then, and the attempt under way then
-    may be silent for as long again, or 30 s. A transfer that makes progress is not cut off.
+    Each request, or each part of a large file, is retried for up to `timeout_s`. The last attempt may then wait for the
+    next byte for as long again, 30 s at most. A transfer that makes progress is never interrupted.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class S3Store:
         self._endpoint = self._client.meta.endpoint_url
 
     def check(self, *, write: bool = False) -> None:
-        """List the bucket; with `write`, prove that a second create-only write of a key is refused."""
+        """List the bucket; with `write`, also test that a second create-only write of the same key is refused."""
         self._call("check", "", lambda: self._client.list_objects_v2(**self._where_prefix(""), MaxKeys=1))
         if not write:
             return
@@ -98,10 +98,10 @@ class S3Store:
         )
 
     def create_bucket(self) -> None:
-        """Make the bucket; an existing one that is ours is left as it is.
+        """Create the bucket, unless it exists and belongs to us.
 
         Raises:
-            StoreUnavailableError: the server does not allow it, or the name belongs to somebody else.
+            StoreUnavailableError: the server does not allow it, or the bucket belongs to somebody else.
         """
         region = self._client.meta.region_name
         place = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
@@ -123,7 +123,7 @@ class S3Store:
         )
 
     def put_file(self, key: str, path: Path, *, create_only: bool = False) -> None:
-        """Write an object from a file: one request, or several in parallel if it is large."""
+        """Write an object from a file, in one request, or in several parallel ones if the file is large."""
         where = self._where(key)
         with open_source(path) as source:
             size_bytes = os.fstat(source.fileno()).st_size
@@ -143,7 +143,7 @@ class S3Store:
         return self._call("read", key, lambda: _read(self._client.get_object(**where)["Body"]))
 
     def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
-        """Read an object into a file: one request, or several ranges in parallel if it is large."""
+        """Download an object to a file, in one request, or in parallel ranges if the object is large."""
         where = self._where(key)
         found = self._call("read", key, lambda: self._client.head_object(**where))
         size_bytes = found.get("ContentLength")
@@ -170,7 +170,7 @@ class S3Store:
                 builtins.list(pool.map(receive_part, range(0, size_bytes, part_bytes)))
 
     def _receive(self, where: dict[str, str], path: str, begin: int, end: int) -> None:
-        """Read the bytes [begin, end) of an object into their place in a file."""
+        """Download the bytes [begin, end) of an object, and write them at the same offset of a file."""
         try:
             answer = self._client.get_object(**where)
         except ClientError as error:
@@ -194,14 +194,14 @@ class S3Store:
                 file.write(data)
 
     def size_bytes(self, key: str) -> int | None:
-        """Return the size of an object; None if there is none."""
+        """Return the size of an object in bytes; None if no object has this key."""
         # a listing and not HEAD, whose 404 has no body and cannot tell a missing object from a missing bucket
         where = self._where_prefix(check_key(key))
         page = self._call("look up", key, lambda: self._client.list_objects_v2(**where, MaxKeys=1))
         return next((item["Size"] for item in page.get("Contents", []) if item["Key"] == where["Prefix"]), None)
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens when there is none."""
+        """Delete an object; do nothing if no object has this key."""
         where = self._where(key)
         self._call("delete", key, lambda: self._client.delete_object(**where))
 
@@ -241,7 +241,7 @@ class S3Store:
         raise AssertionError("a retry loop ends with a result or an error")
 
     def _try(self, verb: str, operation: Callable[[], T]) -> T:
-        """Run an operation once."""
+        """Run an operation once; raise StoreTlsError for a TLS problem before the store has ever answered."""
         try:
             result = operation()
         except S3_ERRORS as error:
@@ -259,7 +259,7 @@ class S3Store:
     def _put(
         self, key: str, send: Callable[[dict[str, str]], Any], *, create_only: bool, is_same: Callable[[], bool]
     ) -> None:
-        """Send one write."""
+        """Send one write with retries. `is_same` tells whether an object that a create-only retry finds is our own."""
         num_tries = 0
 
         def operation() -> None:
@@ -275,7 +275,7 @@ class S3Store:
                 raise
 
     def _put_in_parts(self, key: str, path: Path, file: int, size_bytes: int, *, create_only: bool) -> None:
-        """Upload a file in parts; each part is retried by itself, and completing the upload makes the object, whole."""
+        """Upload a file in parts, each with its own retries; the object exists once the whole upload is completed."""
         where = self._where(key)
         part_bytes = max(self._part_bytes, -(-size_bytes // _MAX_NUM_PARTS))
         upload = self._call("write", key, lambda: self._client.create_multipart_upload(**where))["UploadId"]
@@ -305,7 +305,7 @@ class S3Store:
             raise
 
     def _holds_file(self, key: str, path: Path) -> bool:
-        """Return whether the stored object is this file, byte for byte."""
+        """Download the object, unless its size differs, and return whether it equals the file byte for byte."""
         if self.size_bytes(key) != path.stat().st_size:
             return False
         with tempfile.TemporaryDirectory(prefix="tba-compare-") as folder:
@@ -315,8 +315,8 @@ class S3Store:
 
 
 def _read(body: Any, size_bytes: int | None = None) -> bytes:
-    """Read of the body of an answer, all by default. An error of TLS there is the connection's: botocore wraps each
-    other one."""
+    """Read `size_bytes` of the body of a reply; None: all of it. Raise ResponseStreamingError for an SSLError, the only
+    connection error that botocore does not convert."""
     try:
         return body.read(size_bytes)
     except urllib3.exceptions.SSLError as error:

@@ -1,4 +1,4 @@
-"""What boto3 raises: whether it may pass, and the error of ours, one sentence that says what to do."""
+"""Errors of boto3: tell whether a retry may help, and turn them into tba's errors, whose message says what to do."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tba.errors import ObjectExistsError, ObjectNotFoundError, StoreError, Store
 from tba.tls import explain_tls_error
 
 S3_ERRORS = (ClientError, BotoCoreError, Boto3Error, RecursionError)
-"""All errors that boto3 raises on purpose, and RecursionError: it follows a server that redirects every request until
-the stack ends."""
+"""All errors that boto3 raises on purpose, and RecursionError: boto3 follows endless redirects until the stack ends."""
 
 _CONNECTION_ERRORS = (ConnectionError, HTTPClientError, IncompleteReadError, ResponseStreamingError)
 _CREDENTIAL_ERRORS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
@@ -30,7 +29,7 @@ _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLo
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether the same request may succeed a moment later: no connection, 409, 429, or a fault of the server."""
+    """Return whether a retry may succeed: the connection failed, or the reply was 409, 429 or a fault of the server."""
     if _is_redirect_loop(error):
         return False
     if isinstance(error, ClientError):
@@ -42,7 +41,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def _is_redirect_loop(error: Exception) -> bool:
-    """Return whether the stack ended over redirects; inside urllib3, botocore wraps that error."""
+    """Return whether endless redirects caused a RecursionError, which botocore may have wrapped."""
     wrapped = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
     return isinstance(wrapped, RecursionError)
 
@@ -50,12 +49,12 @@ def _is_redirect_loop(error: Exception) -> bool:
 def store_error(
     error: Exception, *, verb: str, key: str, url: str, endpoint: str, timeout_s: float, ca_file: str | None
 ) -> StoreError:
-    """Return the error to raise instead of `error`.
+    """Return tba's error to raise in place of boto3's `error`.
 
     Args:
-        verb: the operation: read, write, list, delete, check.
-        timeout_s: how long it was tried.
-        ca_file: the trusted authorities of an https endpoint.
+        verb: the operation for the message: read, write, list, delete, check, look up, create the bucket of.
+        timeout_s: seconds for which the operation was retried.
+        ca_file: PEM file of the certificate authorities trusted for an https endpoint.
     """
     what = f"cannot {verb} {key or 'the store'} in {url} at {endpoint}"
     if isinstance(error, ClientError):
@@ -109,5 +108,5 @@ def _code(error: ClientError) -> str:
 
 
 def status_of(error: ClientError) -> int:
-    """Return the HTTP status of an answer; 0 if it has none."""
+    """Return the HTTP status in an error of boto3; 0 if it has none."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -4,10 +4,10 @@
 
 An adapter is a safetensors file as peft writes it: `base_model.model.<layer>.lora_A.weight` and `.lora_B.weight`, in
 float32. The trainer publishes the digests of W', so every machine must compute the same bits, whatever its processor,
-its BLAS, and the number of its threads. Sums in floating point usually depend on their order. Here they do not: A and
-scale * B are first rounded to multiples of a power of two, 24 bits below the largest element at rank 16. Every product,
-and every sum of `rank` products, is then a whole number below 2^53 times another power of two. float64 holds those
-exactly, in any order of summation. The sum with W and the last rounding are elementwise.
+BLAS and number of threads. Sums in floating point usually depend on their order, but not here. First, A and scale * B
+are rounded to multiples of a power of two, 24 bits below the largest element at rank 16. Every product, and every sum
+of `rank` products, is then a whole number below 2^53 times another power of two. float64 holds those exactly, in any
+order of summation. The sum with W and the last rounding are elementwise.
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ def merge_into(weight: RawTensor, adapter: LayerAdapter, out: NDArray[np.uint8])
 
 
 def merged_table(base: Manifest, weights: Mapping[str, RawTensor], adapter: Adapter, path: Path) -> list[TensorEntry]:
-    """Return the manifest's tensor entries for the starting model merged with an adapter.
-
-    The merged weights are hashed block by block, and never in memory as a whole.
+    """Return the manifest entries of the tensors of the starting model merged with an adapter, hashed block by block.
 
     Args:
         base: manifest of the starting model.

@@ -200,10 +200,7 @@ def _frame(stream: Elements, compressor: zstandard.ZstdCompressor) -> bytes:
 
 
 class _Reader:
-    """Reads the parts of an encoded tensor in order; every read is checked, because the bytes are not trusted.
-
-    All methods raise MalformedError.
-    """
+    """Reads the parts of an encoded tensor in order. Every read may raise MalformedError: the bytes are not trusted."""
 
     def __init__(self, encoded: bytes | memoryview) -> None:
         self._bytes, self._at = memoryview(encoded).cast("B"), 0

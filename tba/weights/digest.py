@@ -41,12 +41,10 @@ def num_threads() -> int:
 
 
 def in_parallel(work: Callable[[In], Out], items: Iterable[In], *, size_bytes: int) -> list[Out]:
-    """Apply `work` to every item in several threads; return the results in the order of the items.
-
-    The first item's error is raised.
+    """Apply `work` to every item in several threads; return the results in order, or raise the first error.
 
     Args:
-        size_bytes: total size of the items; small totals are done in the calling thread.
+        size_bytes: total size of the items; if it is small, the calling thread does the work.
     """
     if size_bytes < _SEVERAL_THREADS_BYTES:
         return [work(item) for item in items]
@@ -120,10 +118,7 @@ def check_tensors_of(manifest: Manifest, paths: Sequence[Path]) -> None:
 
 
 def check_digests(digests: Mapping[str, str], paths: Sequence[Path]) -> None:
-    """Check the digest of every tensor in some files.
-
-    Args:
-        digests: tensor name -> expected digest; may name more tensors than the files hold.
+    """Check the digest of every tensor in some files; `digests` may name more tensors than the files hold.
 
     Raises:
         DigestError: a tensor differs, or `digests` lacks it.

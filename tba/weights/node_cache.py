@@ -71,10 +71,8 @@ class NodeCache:
 
     @contextmanager
     def only_one(self, name: str) -> Iterator[None]:
-        """Hold the lock of `name`, so that one process at a time makes its files.
-
-        Waits for another process up to `wait_s`. After that, or where locking fails, the body runs without the lock.
-        """
+        """Hold the lock of `name`, so that one process at a time makes its files. Wait up to `wait_s` for it; after
+        that, or where locking fails, go on without it."""
         deadline_s = time.monotonic() + self._wait_s
         try:
             file = (self._folder / f".lock-{name}").open("w", encoding="utf-8")
@@ -105,9 +103,7 @@ class NodeCache:
             yield
 
     def take(self, name: str, path: Path, *, max_bytes: int) -> bool:
-        """Link an entry to `path`, or copy it there; return False if there is none.
-
-        The caller verifies the file, and must not write into it: it may be the entry itself.
+        """Link or copy an entry to `path`; False: there is none. The caller must verify it, and never write into it.
 
         Args:
             max_bytes: a larger entry is damaged; it is deleted from the cache, and not copied.
@@ -127,7 +123,7 @@ class NodeCache:
     def add(self, name: str, path: Path) -> None:
         """Add a verified file as an entry, and delete the least recently used entries beyond `max_bytes`.
 
-        A file that cannot be added, for example to a full disk, is logged and counted, and no error is raised.
+        A file that cannot be added, for example to a full disk, is logged and counted; no error is raised.
         """
         size_bytes = path.stat().st_size
         if size_bytes > self._max_bytes:

@@ -172,10 +172,10 @@ class VersionReader:
                 shutil.rmtree(incoming, ignore_errors=True)
 
     def _routes(self, target: Manifest, held: Sequence[LocalVersion], gaps: list[TbaError]) -> Iterator[Route]:
-        """Yield the routes to a version, in the order in which they are tried.
+        """Yield the routes to a version, in the order to try them.
 
-        First come the routes through its adapter. Then come versions on this machine, while the deltas from there are
-        smaller than the whole version. Last come versions that are stored whole, the nearest first.
+        First come routes through its adapter. Then come routes from versions on this machine, while their deltas are
+        smaller than the whole version. Last come routes from versions stored whole, the nearest first.
 
         Args:
             gaps: gets an error appended for each missing or damaged manifest that ends a search for routes.
@@ -221,7 +221,7 @@ class VersionReader:
             yield node, deltas
 
     def _by_cache(self, cache: NodeCache, target: Manifest, folder: Path, held: Sequence[LocalVersion]) -> LocalVersion:
-        """Take the files from the cache. If one is missing or damaged, make all by another route, and cache them.
+        """Take the files from the cache. If one is missing or damaged, make all of them and add them to the cache.
 
         While another process makes the same files, wait for it (`NodeCache.only_one`).
         """
@@ -430,10 +430,8 @@ def _plan(
     tables: Sequence[Mapping[str, TensorEntry]],
     changes: Sequence[Mapping[str, RawTensor]],
 ) -> tuple[NDArray[np.uint8] | None, list[memoryview]]:
-    """Return the bytes that a tensor starts from, and the encoded changes to apply to them, oldest first.
-
-    The bytes are None if the first change holds the whole tensor.
-    """
+    """Return the bytes that a tensor starts from (None: the first change holds it whole), and the changes to apply,
+    oldest first."""
     current = None if before is None or before[2].nbytes != wanted.size_bytes else before[2]
     encoded: list[memoryview] = []
     for table, changed in zip(tables, changes, strict=True):
@@ -454,9 +452,9 @@ def _plan(
 def _write_files(
     manifest: Manifest, folder: Path, build: Callable[[TensorEntry, NDArray[np.uint8]], None]
 ) -> list[Path]:
-    """Write the safetensors files of a version and return their paths.
+    """Write the safetensors files of a version and return their paths. `build` fills the bytes of each tensor, in
+    several threads; then its digest is checked.
 
-    `build` fills the bytes of each tensor in a memory-mapped file, in several threads; then the digest is checked.
     Format: 8 bytes little-endian header length, JSON header, data (huggingface.co/docs/safetensors).
     """
     views: dict[str, NDArray[np.uint8]] = {}

@@ -70,13 +70,12 @@ def _note_foreign(folder: str) -> None:
 def check_redis_is_newest(store: ObjectStore, run: str, read_run: Callable[[], RunInfo]) -> None:
     """Check that Redis knows the newest step whose version or checkpoint is in the store.
 
-    Redis may lack steps that an operator has accepted as lost, and steps of the run that this one was forked from.
-
     Args:
         read_run: asks the buffer for the run. The store is listed first, so that steps made meanwhile are no gap.
 
     Raises:
-        OlderRedisError: Redis lacks it. A trainer would repeat the missing steps and delete versions it does not know.
+        OlderRedisError: Redis lacks it, and the step is neither accepted as lost nor of the run that was forked. A
+            trainer would repeat missing steps and delete the versions that it does not know.
         StoreUnavailableError
     """
     prefixes = f"runs/{run}/weights/", checkpoint_prefix(run)
@@ -155,17 +154,16 @@ class WeightVersions:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Counts since this object was made. `routes_failed`: routes of downloads that failed, whether or not a later
-        route succeeded. `not_cached`: files that could not be added to the cache of this machine."""
+        """Counts since the start. `routes_failed`: routes of downloads that failed, also if a later route succeeded.
+        `not_cached`: files that could not be added to the cache of this machine."""
         num_not_cached = 0 if self._cache is None else self._cache.num_not_cached
         return {"routes_failed": self._reader.num_failed, "not_cached": num_not_cached}
 
     def publish(self, **new: Unpack[NewVersion]) -> Manifest:
         """Store a version: its objects first, the manifest last.
 
-        Publishing the same content again is accepted, and leaves the first manifest in place. The content is the
-        tensors, the files, the dtype and the parent. The canary, and whether the version is stored whole or as a delta,
-        are not content.
+        Publishing the same content again is accepted, and the first manifest stays. Tensors, files, dtype and parent
+        are content. The canary, and whether the version is stored whole or as a delta, are not.
 
         Args:
             new: see `NewVersion`.
@@ -222,8 +220,7 @@ class WeightVersions:
 
         Raises:
             ObjectNotFoundError: the version, or one that it needs, does not exist.
-            MalformedError: also when more than `MAX_DELTAS` deltas would be needed.
-            StoreUnavailableError
+            MalformedError, StoreUnavailableError
         """
         found: list[PolicyVersion] = []
         while True:
@@ -258,9 +255,7 @@ class WeightVersions:
     def download_model(
         self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
     ) -> LocalVersion:
-        """Download the tensors and the other files of a version (config, tokenizer) into `folder`.
-
-        They appear there only after all are verified. Several files of tensors get an index (`write_index`).
+        """Download all files of a version into `folder`, where they appear after all are verified; see `write_index`.
 
         Args:
             held, keeps_base: as in `download_tensors`.
@@ -284,16 +279,13 @@ class WeightVersions:
         like: Manifest | None = None,
         keeps_base: bool = False,
     ) -> LocalVersion:
-        """Write the tensor files of a version into `folder`, by the cheapest route (see `tba.weights.pulling`).
-
-        The files appear in `folder` only after every tensor is verified.
+        """Write the tensor files of a version into `folder`, where they appear after every tensor is verified.
 
         Args:
             held: versions whose files are on this machine, which deltas may start from; the files are only read.
-            like: manifest of another version of the model. A version whose tensors differ from it in name, dtype or
-                shape is refused before anything is downloaded.
-            keeps_base: when an adapter needs the starting model and it is downloaded, keep it in a subfolder of
-                `folder`, for the next adapter (`LocalVersion.base`).
+            like: another version of the model; if tensors differ in name, dtype or shape, nothing is downloaded.
+            keeps_base: keep a starting model that had to be downloaded for an adapter in a subfolder of `folder`, for
+                the next adapter (`LocalVersion.base`).
 
         Raises:
             ObjectNotFoundError, DigestError, MalformedError: every route has failed; this is the first route's error.
@@ -326,8 +318,7 @@ class WeightVersions:
         return data
 
     def delete(self, version: PolicyVersion) -> None:
-        """Delete a version: its manifest first, so that no version exists without its tensors. Config and tokenizer
-        files stay, because versions share them."""
+        """Delete a version, manifest first, so that none exists without its tensors. Shared files (tokenizer) stay."""
         # a reader that has the manifest already misses an object soon, which it takes for a version that is gone
         self._store.delete(self._key(version, MANIFEST_NAME))
         for key in self._store.list(self._key(version, "")):

@@ -19,13 +19,13 @@ MAX_BATCH_BYTES = 1 << 30
 Source = Literal["recent", "replay"]
 Position = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 Item = TypeVar("Item", Rollout, bytes)
-"""A rollout; in the buffer and on the wire its stored bytes, which the buffer does not decode again."""
+"""A decoded rollout; or its encoded bytes, in the buffer (which does not decode them for a batch) and on the wire."""
 
 
 class Group(Document, Generic[Item], frozen=True):
     """K rollouts of one prompt that one slot drew together.
 
-    `source` is where the slot drew from; `fallback` is true when MOP wanted recent data and there was not enough.
+    `source`: the rollouts that the slot drew from. `fallback`: MOP chose recent rollouts, but there were too few.
     """
 
     prompt_id: Name
@@ -44,18 +44,18 @@ class Refusal(Document, frozen=True):
 class Batch(Document, Generic[Item], frozen=True, kw_only=True, omit_defaults=True, tag_field="schema", tag=1):
     """The groups of one optimizer step. `seed` and `log_position` reproduce the draw.
 
-    The trainer leaves out of `groups` what it refuses: a group may be smaller for it, or missing.
+    Rollouts that the trainer refuses are removed from `groups`, so a group may be smaller or missing.
     """
 
     batch_id: Name
     deadline_s: float
-    """Unix seconds; afterwards the batch is void and an ack is refused."""
+    """Time, in Unix seconds, after which the batch is void and its ack is refused."""
     seed: Position
     log_position: Position
     groups: Annotated[tuple[Group[Item], ...], Meta(min_length=1)]
     refused: tuple[Refusal, ...] = ()
     unreadable: tuple[int, ...] = ()
-    """The places of the rollouts that could not be decoded, among all of the batch."""
+    """Rollouts that could not be decoded, as indices into the drawn rollouts (group after group)."""
 
     @property
     def rollouts(self) -> list[Item]:
@@ -64,7 +64,7 @@ class Batch(Document, Generic[Item], frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def group_numbers(self) -> list[int]:
-        """The place in `groups` of each of `rollouts`: two slots of one prompt are two groups."""
+        """For each of `rollouts`, the index of its group in `groups`; two slots of one prompt are two groups."""
         return [number for number, group in enumerate(self.groups) for _ in group.rollouts]
 
 
@@ -77,10 +77,10 @@ def encode_batch(batch: Batch[bytes]) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch[Rollout]:
-    """Decode and validate one batch and every rollout in it; an invalid rollout costs no other one.
+    """Decode and validate one batch and its rollouts. Invalid rollouts go to `refused`; the others remain.
 
     Raises:
-        MalformedError, SchemaVersionError, LimitError: the batch around the rollouts is not valid.
+        MalformedError, SchemaVersionError, LimitError: the batch itself, apart from its rollouts, is not valid.
     """
     drawn = unpack(data, _DECODER, what="batch", schema=BATCH_SCHEMA, max_bytes=MAX_BATCH_BYTES)
     # msgpack can carry NaN and infinity, and a deadline of NaN would never pass

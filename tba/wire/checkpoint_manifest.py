@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: the JSON document that makes it exist, and the plan of which rows lie in which object.
+"""The checkpoint manifest: the JSON document that makes a checkpoint exist, and lists which object holds which rows.
 
-Every process of the trainer writes the rows that it holds; an object is named by its content, so what a checkpoint has
-in common with the one before it is stored once.
+Every process of the trainer writes the rows of tensors that it holds. Objects are named by their content, so equal
+objects are stored once for all checkpoints.
 
 The digest of an object is xxh3-128 of its bytes. It protects from accidents, not from those who may write to the store.
 """
@@ -19,7 +19,7 @@ from tba.versions import PolicyVersion
 from tba.wire.weight_manifest import FileName, Many, Sha256, Xxh3
 
 MAX_CHECKPOINT_MANIFEST_BYTES = 256 * 1024 * 1024
-"""About 120 bytes for each slice: 2,000 tensors with their moments, over 256 processes, have 180 MB."""
+"""A slice takes about 120 bytes: 2,000 tensors with their two moments, over 256 processes, take 180 MB."""
 Size = Annotated[int, Field(ge=0, lt=2**40)]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -29,12 +29,12 @@ class _Strict(BaseModel):
 
 
 class Slice(_Strict):
-    """Rows of a tensor: `begin` up to, not including, `end`. A tensor without dimensions has one row."""
+    """The rows [begin, end) of a tensor. A tensor without dimensions has one row."""
 
     begin: Size
     end: Size
     shape: list[Size] = Field(max_length=8)
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     @model_validator(mode="after")
     def _check(self) -> Slice:
@@ -44,34 +44,34 @@ class Slice(_Strict):
 
     @property
     def num_rows(self) -> int:
-        """Of the whole tensor."""
+        """Number of rows of the whole tensor."""
         return self.shape[0] if self.shape else 1
 
 
 class CheckpointObject(_Strict):
-    """A safetensors file with slices of tensors of one section."""
+    """A safetensors file in the store with slices of tensors of one section."""
 
     section: FileName
     lineage: int = Field(ge=0)
-    """Of the trainer that wrote it."""
+    """Lineage of the trainer that wrote the file."""
     digest: Xxh3
     size_bytes: int = Field(ge=8)
     slices: dict[Name, Slice]
 
     @property
     def name(self) -> str:
-        """Its name in the store, without folders."""
+        """Last part of its store key (`object_name`)."""
         return object_name(self.lineage, self.digest)
 
 
 class CheckpointManifest(_Strict):
-    """One checkpoint."""
+    """The manifest of one checkpoint."""
 
     schema_version: Literal[2] = 2
     run: str
     version: str
     state_sha256: Sha256
-    """Of state.json."""
+    """sha256 of the checkpoint's state.json."""
     objects: Many[CheckpointObject]
 
     @field_validator("version")
@@ -97,7 +97,7 @@ class CheckpointManifest(_Strict):
         return self
 
     def tensors(self) -> Mapping[tuple[str, str], list[Slice]]:
-        """Return the slices of each tensor, by section and name, in the order of the objects."""
+        """Return (section, tensor name) -> the slices of the tensor, in the order of the objects."""
         found: dict[tuple[str, str], list[Slice]] = {}
         for each in self.objects:
             for name, piece in each.slices.items():
@@ -106,13 +106,13 @@ class CheckpointManifest(_Strict):
 
 
 def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest:
-    """Parse a manifest.
+    """Parse a checkpoint manifest.
 
     Args:
-        what: its key, for errors.
+        what: its store key, for errors.
 
     Raises:
-        MalformedError: it is too large, or the first field that is wrong.
+        MalformedError: it is too large, or a field is wrong; the message names the first one.
     """
     if len(data) > MAX_CHECKPOINT_MANIFEST_BYTES:
         raise MalformedError(f"{what}: {len(data)} bytes, the limit is {MAX_CHECKPOINT_MANIFEST_BYTES}")
@@ -123,14 +123,14 @@ def decode_checkpoint_manifest(data: bytes, *, what: str) -> CheckpointManifest:
 
 
 def checkpoint_objects(folder: str, data: bytes) -> Iterator[str]:
-    """Yield the key of every object that a checkpoint needs beside its manifest.
+    """Yield the store key of every object that a checkpoint needs, except its manifest.
 
     Args:
-        folder: key of the checkpoint, `runs/RUN/checkpoints/VERSION`.
-        data: the manifest.
+        folder: the checkpoint's folder in the store, `runs/RUN/checkpoints/VERSION`.
+        data: content of its manifest.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: `data` is not a valid manifest.
     """
     manifest = decode_checkpoint_manifest(data, what=f"{folder}/manifest.json")
     yield from dict.fromkeys(object_key(folder, each) for each in manifest.objects)
@@ -138,15 +138,15 @@ def checkpoint_objects(folder: str, data: bytes) -> Iterator[str]:
 
 
 def object_name(lineage: int, digest: str) -> str:
-    """Return the name of an object in the store, without folders."""
+    """Return the last part of an object's store key, which contains its lineage and digest."""
     # with the lineage: a start may delete what an older trainer left behind, and never what a newer one writes now
     return f"{lineage}-{digest}.safetensors"
 
 
 def object_key(folder: str, stored: CheckpointObject) -> str:
-    """Return the key of an object: all checkpoints of a run share one folder of them.
+    """Return the store key of an object; all checkpoints of a run share one folder of objects.
 
     Args:
-        folder: key of a checkpoint, `runs/RUN/checkpoints/VERSION`.
+        folder: folder in the store of any checkpoint of the run, `runs/RUN/checkpoints/VERSION`.
     """
     return f"{folder.rpartition('/')[0]}/objects/{stored.name}"

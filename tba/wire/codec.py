@@ -1,10 +1,10 @@
-"""msgpack with schema checks, through which all bytes on the wire pass, and ids that clients make.
+"""Encode and decode msgpack documents with schema checks, and make the ids that clients choose.
 
-Documents are maps with a `schema` number and exactly the fields that the schema names. Numeric arrays travel as raw
-little-endian bytes (int32 token ids, float32 log-probabilities): a 1,000-token rollout is about 8 KB. msgspec checks
-fields, types, lengths and ranges while it decodes (ADR 5).
+A document is a map with a `schema` number and exactly the fields of that schema. Numeric arrays are raw little-endian
+bytes (int32 token ids, float32 log-probs): a rollout of 1,000 tokens is about 8 KB. msgspec checks fields, types,
+lengths and ranges while it decodes (ADR 5).
 
-A client makes ids itself, so that the service recognises a retry.
+Clients make ids themselves, so that a service recognises a retry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tba.errors import LimitError, MalformedError, SchemaVersionError, WireError
 
 
 def new_rollout_id() -> bytes:
-    """Return 16 bytes in UUIDv7 layout (RFC 9562, section 5.7): ordered by time of creation, unique without
-    coordination."""
+    """Return a unique id of 16 bytes in UUIDv7 layout (RFC 9562, section 5.7), ordered by time of creation."""
     milliseconds = time.time_ns() // 1_000_000
     raw = bytearray(milliseconds.to_bytes(6, "big") + os.urandom(10))
     # version 7 and the variant of RFC 9562: other tools read the time out of such an id
@@ -45,15 +44,15 @@ MAX_NAME_CHARS = 256
 MAX_PROBLEM_CHARS = 300
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-"""A short text that is not empty."""
+"""A text of 1 to MAX_NAME_CHARS characters."""
 
 
 class Document(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A map on the wire: exactly the fields that its class names, of exactly their types."""
+    """Base of documents on the wire: a map with exactly the fields of its class, of exactly their types."""
 
 
 class NoSchema(Document, frozen=True, tag_field="schema", tag=0):
-    """No document: msgspec demands the number of a schema only where it has to tell two documents apart."""
+    """Never sent. Decoders take it as an alternative, because msgspec requires a `schema` field only in a union."""
 
 
 # made once: to make one costs more than to encode a small document
@@ -61,24 +60,24 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def pack(document: Document | Mapping[str, Any]) -> bytes:
-    """Encode a map of str, bytes, numbers, lists and maps."""
+    """Encode a document, or a map of str, bytes, numbers, lists and maps, as msgpack."""
     return _encoder.encode(document)
 
 
 def unpack(
     data: bytes, decoder: msgspec.msgpack.Decoder[T], *, what: str, schema: int, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> T:
-    """Decode one document and nothing after it.
+    """Decode and validate one document; bytes after it are an error.
 
     Args:
         data: msgpack bytes.
-        decoder: of the document's class.
-        what: the name of the document in error messages.
+        decoder: decoder of the document's class.
+        what: name of the document, for errors.
         schema: the schema number that this build reads.
         max_bytes: larger documents are refused.
 
     Raises:
-        LimitError, SchemaVersionError, MalformedError: naming the field.
+        LimitError, SchemaVersionError, MalformedError: the message names the field.
     """
     # before decoding, which may need many times the size of the bytes
     if len(data) > max_bytes:
@@ -93,7 +92,7 @@ def unpack(
 
 
 def _refusal(data: bytes, problem: str, *, what: str, schema: int) -> WireError:
-    """Return the error for bytes that a decoder refused; msgspec says which field is wrong, and what it must be."""
+    """Return the error for bytes that a decoder refused, from msgspec's message about the wrong field."""
     try:
         document: Any = msgspec.msgpack.decode(data)
     except (ValueError, TypeError, MemoryError, RecursionError) as reason:  # TypeError: a key that cannot be hashed

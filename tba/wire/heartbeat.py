@@ -17,19 +17,19 @@ from tba.wire.codec import MAX_NAME_CHARS, Document, Name, pack, unpack
 SCHEMA = 1
 MAX_HEARTBEAT_BYTES = 4 * 1024
 MAX_TRAINER_BYTES = 16 * 1024
-"""The gauges of a trainer include its metrics."""
+"""Limit for a trainer, whose gauges include its metrics."""
 MAX_GAUGES = 256
 
 STARTED_AT_S = "started_at_s"
-"""Gauge of a trainer: when its process started, Unix seconds."""
+"""Name of a trainer's gauge: start time of its process, Unix seconds."""
 WAITED_S = "waited_s:"
-"""Prefix of gauges of a trainer: with the name of a wait, the seconds that its process has spent in it."""
+"""Prefix of a trainer's gauges; the name of a wait follows. Value: seconds that its process has spent in the wait."""
 
 Kind = Literal["searcher", "trainer", "reward", "launcher"]
 
 
 class Wait(Document, frozen=True, kw_only=True):
-    """A wait has a name and a deadline. Its seconds count from when the heartbeat was made: clocks may differ."""
+    """A named wait with a deadline. Its seconds count from the moment of the heartbeat, because clocks may differ."""
 
     name: Name
     for_s: float

@@ -1,7 +1,7 @@
-"""The rollout (one sampled completion with everything that training on it needs), and a push of them.
+"""The formats of a rollout (one sampled completion with all data to train on it) and of a push of rollouts.
 
-msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes; `_broken_rule` checks the
-rules between fields, and `_bad_numbers` the arrays of many rollouts at once.
+msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes. `_broken_rule` checks the
+rules between fields. `_bad_numbers` checks the arrays of many rollouts at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TOKENS = 131_072
 MAX_TEXT_CHARS = 1_000_000
 MAX_REWARD_PARTS = 256
 MAX_LOGPROB = np.float32(1e-4)
-"""A log-prob is at most 0; float32 softmax may round a little above."""
+"""Largest accepted log-prob: float32 softmax may round to a little above 0."""
 
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Lineage = Annotated[int, Meta(ge=0, le=MAX_LINEAGE)]
@@ -38,13 +38,13 @@ FinishReason = Literal["stop", "stop_string", "length", "abort"]
 RewardStatus = Literal["scored", "pending", "failed"]
 RewardParts = Annotated[dict[str, float], Meta(min_length=1, max_length=MAX_REWARD_PARTS)]
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""The names that a recipe can give to scorers."""
+"""Names that a recipe may give to scorers."""
 # the rollouts of a push carry few different versions
 _version = lru_cache(maxsize=4096)(PolicyVersion)
 
 
 class VersionSpan(Document, array_like=True, frozen=True):
-    """Response tokens [start, end) were sampled by `version`; a weight update in flight begins a new span."""
+    """Response tokens [start, end) were sampled by `version`; a weight update during a response begins a new span."""
 
     lineage: Lineage
     step: Step
@@ -53,7 +53,7 @@ class VersionSpan(Document, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, version: PolicyVersion, start: int, end: int) -> VersionSpan:
-        """Return the span of a version."""
+        """Return the span of the tokens [start, end) for a version."""
         return cls(version.lineage, version.step, start, end)
 
     @property
@@ -63,7 +63,7 @@ class VersionSpan(Document, array_like=True, frozen=True):
 
 
 class Sampling(Document, frozen=True):
-    """The behaviour policy's settings. `temperature` 0 means greedy; `top_p` 1 and `top_k` 0 mean off."""
+    """Settings of the behaviour policy. `temperature` 0 means greedy; `top_p` 1 and `top_k` 0 mean off."""
 
     # no defaults: a rollout that does not say how it was sampled is refused
     temperature: float
@@ -82,12 +82,12 @@ class Sampling(Document, frozen=True):
         seed: int | None = None,
         stop: tuple[str, ...] = (),
     ) -> Sampling:
-        """Return settings that are off where they are not given."""
+        """Return settings; each one that is not given is off."""
         return cls(float(temperature), float(top_p), top_k, seed, stop)
 
 
 class RefLogprob(Document, array_like=True, frozen=True):
-    """Sum of the reference's log-probs over the response, and the reference version it was computed under."""
+    """Sum of the ref log-probs of the response tokens, and the version of the reference that computed them."""
 
     value: float
     lineage: Lineage
@@ -95,7 +95,7 @@ class RefLogprob(Document, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, value: float, version: PolicyVersion) -> RefLogprob:
-        """Return a sum under a version."""
+        """Return the sum `value` for a version of the reference."""
         return cls(float(value), version.lineage, version.step)
 
     @property
@@ -117,11 +117,10 @@ class Rollout(
 ):
     """One sampled completion; these fields are the format on the wire and in Redis.
 
-    The response has R >= 1 tokens, the end-of-sequence token included when the policy sampled it. `sampler_logprobs`
-    are log-probs of the behaviour policy, at the sampling temperature. `reward` is a number exactly when
-    `reward_status` is `scored`: a failed score is unknown, never 0. `reward_parts` are the known scores that make up
-    the reward, by scorer name, before weights; None: not known, or the reward itself (`storable_parts`). Times are Unix
-    seconds.
+    The response has R >= 1 tokens, including the end-of-sequence token if the policy sampled it. `sampler_logprobs` are
+    log-probs of the behaviour policy, at the sampling temperature. `reward` is a number exactly when `reward_status` is
+    `scored`: a failed score is unknown, never 0. `reward_parts`: scorer name -> known score, before weights; None: not
+    known, or there is only one score, which is the reward (`storable_parts`). Times are Unix seconds.
     """
 
     rollout_id: bytes
@@ -130,7 +129,7 @@ class Rollout(
     prompt_id: Name
     visit_id: Name
     prompt_bytes: Tokens = field(name="prompt_tokens")
-    """int32 [P], raw and little-endian, as `response_bytes`; `logprob_bytes` are float32 [R]."""
+    """Raw little-endian int32 [P], as `response_bytes` is int32 [R]; `logprob_bytes` is raw float32 [R]."""
     response_bytes: Tokens = field(name="response_tokens")
     response_text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
     finish_reason: FinishReason
@@ -149,26 +148,26 @@ class Rollout(
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.int32]:
-        """int32 [P], P >= 1."""
+        """Token ids of the prompt, int32 [P], P >= 1."""
         return np.frombuffer(self.prompt_bytes, "<i4")
 
     @cached_property
     def response_tokens(self) -> NDArray[np.int32]:
-        """int32 [R]."""
+        """Token ids of the response, int32 [R]."""
         return np.frombuffer(self.response_bytes, "<i4")
 
     @cached_property
     def sampler_logprobs(self) -> NDArray[np.float32]:
-        """float32 [R]."""
+        """Log-probs of the response tokens under the behaviour policy, float32 [R]."""
         return np.frombuffer(self.logprob_bytes, "<f4")
 
     @property
     def version(self) -> PolicyVersion:
-        """The oldest version that made a token of this rollout: the one that policy age is measured from."""
+        """The oldest version that sampled a token of this rollout; policy age is measured from this version."""
         return min([span.version for span in self.version_spans])
 
     def with_reward(self, reward: float, reward_version: str, reward_parts: dict[str, float] | None = None) -> Rollout:
-        """Return a copy that is scored."""
+        """Return a copy with a reward and the status `scored`."""
         return msgspec.structs.replace(
             self,
             reward=float(reward),
@@ -179,8 +178,7 @@ class Rollout(
         )
 
     def with_failure(self, reason: str) -> Rollout:
-        """Return a copy whose score failed, which means unknown and never 0; `reward_version` stays that of the last
-        known reward."""
+        """Return a copy with status `failed` and no reward; `reward_version` stays that of the last known reward."""
         return msgspec.structs.replace(
             self, reward=None, reward_status="failed", reward_reason=reason, reward_parts=None
         )
@@ -190,7 +188,7 @@ _DECODER = msgspec.msgpack.Decoder(Rollout | NoSchema)
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """Encode one rollout as msgpack, without validation; `decode_rollout` validates."""
+    """Encode one rollout as msgpack, without validation (`decode_rollout` validates)."""
     return pack(rollout)
 
 
@@ -198,7 +196,7 @@ def decode_rollout(data: bytes) -> Rollout:
     """Decode and validate one rollout.
 
     Raises:
-        MalformedError, SchemaVersionError, LimitError: naming the field and the value.
+        MalformedError, SchemaVersionError, LimitError: the message names the field and the value.
     """
     (item,) = decode_rollouts([data])
     if isinstance(item, WireError):
@@ -207,7 +205,7 @@ def decode_rollout(data: bytes) -> Rollout:
 
 
 def decode_rollouts(payloads: Sequence[bytes]) -> list[Rollout | WireError]:
-    """Return the rollout of each payload, or why it is refused."""
+    """Decode and validate many rollouts; return for each payload its rollout, or the error that refuses it."""
     items: list[Rollout | WireError] = []
     for payload in payloads:
         try:
@@ -231,7 +229,7 @@ def _refusal(rollout: Rollout, problem: str) -> WireError:
 
 
 def _bad_numbers(rollouts: Sequence[Rollout]) -> str | None:
-    """Return which value of the arrays is no token id or no log-prob, or None."""
+    """Return a sentence about a value of the arrays that is no token id or no log-prob; None if all are valid."""
     for name, parts in (
         ("prompt_tokens", [rollout.prompt_bytes for rollout in rollouts]),
         ("response_tokens", [rollout.response_bytes for rollout in rollouts]),
@@ -251,7 +249,7 @@ def _bad_numbers(rollouts: Sequence[Rollout]) -> str | None:
 
 
 def _broken_rule(rollout: Rollout) -> str | None:
-    """Return which rule between fields is broken, or None."""
+    """Return a sentence about a broken rule between fields; None if none is broken."""
     sampling, ref, reward, status = rollout.sampling, rollout.ref_logprob, rollout.reward, rollout.reward_status
     num_bytes = len(rollout.response_bytes)
     if len(rollout.rollout_id) != ID_BYTES:
@@ -305,7 +303,7 @@ def _broken_rule(rollout: Rollout) -> str | None:
 
 
 def bad_part(parts: Mapping[str, float]) -> str | None:
-    """Return what is wrong with the name or the score of a part; None if nothing is."""
+    """Return a sentence about the first part with an invalid name or score; None if all parts are valid."""
     for name, score in parts.items():
         if not _PART_NAME.fullmatch(name):
             return f"has the part {name[:64]!r}, a name that no recipe can give to a scorer"
@@ -315,11 +313,11 @@ def bad_part(parts: Mapping[str, float]) -> str | None:
 
 
 def storable_parts(parts: Mapping[str, float] | None, reward: float, *, is_composite: bool) -> dict[str, float] | None:
-    """Return the parts of a reward as a rollout stores them; None: there are none, or they cannot be stored.
+    """Return the parts of a reward as a rollout stores them; None: there is nothing to store, or a part is invalid.
 
     Args:
-        is_composite: whether the task has several scorers. Of a single one the score is left out where it is the
-            reward: it says nothing, and most runs have one. Of several it says that a gate has decided.
+        is_composite: whether the task has several scorers. If it has one, a score that equals the reward is not stored,
+            because it says nothing new. If it has several, a single score means that a gate decided, and is stored.
     """
     if not parts or len(parts) > MAX_REWARD_PARTS or bad_part(parts):
         return None
@@ -343,12 +341,12 @@ _PUSH_DECODER = msgspec.msgpack.Decoder(_PushDocument)
 
 
 def encode_push(payloads: Sequence[bytes]) -> bytes:
-    """Encode the body of one push."""
+    """Encode the body of one push from encoded rollouts."""
     return pack({"schema": PUSH_SCHEMA, "rollouts": list(payloads)})
 
 
 def decode_push(data: bytes, *, max_bytes: int) -> list[bytes]:
-    """Decode the payloads of one push, unchecked, so that one bad rollout cannot hide the others.
+    """Decode one push into its encoded rollouts. They are not validated here, so a bad one does not affect the others.
 
     Raises:
         MalformedError, SchemaVersionError, LimitError

@@ -1,7 +1,7 @@
 """The snapshot manifest: the immutable JSON document that makes one saved buffer exist.
 
     runs/<run>/snapshots/<name>/rollouts-<attempt>-00000.msgpack   rollouts, one msgpack document after the other
-                                live-<attempt>-00000.msgpack       where in them each live rollout lies
+                                live-<attempt>-00000.msgpack       the position there of each live rollout
                                 prompts-<attempt>-00000.jsonl      prompts in upload order
                                 manifest.json                      written last, create-only
 
@@ -30,7 +30,7 @@ Version = Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,12}$")]
 
 
 class SavedLineage(StrictModel):
-    """One start of a trainer, as the buffer remembers it. `created_at_s` is Unix seconds."""
+    """One lineage of the saved run. `created_at_s` is Unix seconds."""
 
     parent: Version
     trainer_id: str
@@ -45,12 +45,12 @@ class SavedPublication(StrictModel):
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version as a value."""
+        """The version, parsed."""
         return PolicyVersion.parse(self.version)
 
 
 class SnapshotManifest(StrictModel):
-    """One saved buffer: exactly what was live at `log_position`."""
+    """The manifest of one snapshot, which holds exactly the rollouts that were live at `log_position`."""
 
     schema_version: Literal[1] = 1
     run: str
@@ -59,50 +59,50 @@ class SnapshotManifest(StrictModel):
     created_at_s: float
     tba_version: str
     storage_format: int = Field(ge=1)
-    """Storage format of the Redis it was saved from. Reading a snapshot does not depend on it."""
+    """Storage format of the Redis that the snapshot was saved from. Reading a snapshot does not depend on it."""
     lineage: int = Field(ge=0, le=MAX_LINEAGE)
     """The active lineage; 0 if no trainer had started."""
     step: int = Field(ge=0, le=MAX_STEP)
     latest_version: Version | None
     lineages: dict[Annotated[int, Field(ge=1, le=MAX_LINEAGE)], SavedLineage]
     marks: list[SavedPublication]
-    """Every publication with a known position, by position; snapshots of every release have this key."""
+    """All publications with a known log position, in the order of the log."""
     num_scored: int = Field(ge=0)
     num_pending: int = Field(ge=0)
     num_failed: int = Field(ge=0)
     num_prompts: int = Field(ge=0)
     policy_temperature: float = Field(gt=0)
     start_params_sha256: Sha256 | None
-    """Digest of version 0-0, if it was published: the model that policy ages count from, and the reference."""
+    """`params_sha256` of the starting model (version 0-0), if it was published."""
     rollouts: list[StoredObject]
     live: list[StoredObject]
     prompts: list[StoredObject]
 
     @property
     def num_rollouts(self) -> int:
-        """Live rollouts."""
+        """Number of live rollouts."""
         return self.num_scored + self.num_pending + self.num_failed
 
     @property
     def objects(self) -> list[StoredObject]:
-        """Every object of the snapshot but the manifest."""
+        """All objects of the snapshot except the manifest."""
         return [*self.rollouts, *self.live, *self.prompts]
 
     def publication_of(self, version: PolicyVersion) -> SavedPublication | None:
-        """Return the last publication of a version."""
+        """Return the last publication of a version; None if it has none."""
         return next((each for each in reversed(self.marks) if each.policy_version == version), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """Which snapshot of which run; written RUN/NAME."""
+    """The name of a snapshot, written RUN/NAME."""
 
     run: str
     name: str
 
     @classmethod
     def parse(cls, text: str) -> SnapshotSource:
-        """Read RUN/NAME.
+        """Parse RUN/NAME.
 
         Raises:
             ConfigError: the text has another form.
@@ -118,20 +118,20 @@ class SnapshotSource:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the keys of its objects."""
+        """Common prefix of the store keys of its objects."""
         return f"runs/{self.run}/snapshots/{self.name}/"
 
     @property
     def manifest_key(self) -> str:
-        """Key of the manifest."""
+        """Store key of its manifest."""
         return self.prefix + MANIFEST_NAME
 
 
 def check_snapshot_name(name: str) -> None:
-    """Check the name of a snapshot.
+    """Check the name of a snapshot, without its run.
 
     Raises:
-        ConfigError: names look otherwise.
+        ConfigError: the name is not allowed.
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigError(f"snapshot name {name!r} cannot be used: {NAME_SENTENCE}")
@@ -158,10 +158,10 @@ def decode_snapshot_manifest(data: bytes, *, key: str) -> SnapshotManifest:
 
     Args:
         data: content of the object.
-        key: its key, for errors.
+        key: its store key, for errors.
 
     Raises:
-        MalformedError: naming the object and the first field that is wrong.
+        MalformedError: the message names the object and the first wrong field.
     """
     try:
         manifest = SnapshotManifest.model_validate_json(data)

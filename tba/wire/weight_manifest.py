@@ -1,13 +1,13 @@
 """The weight manifest: the immutable JSON document that makes one weight version exist.
 
-It is written last, create-only, and holds the digest of every tensor. A version is stored whole (`full`: safetensors
-files), as the changes against an older version (`delta`), as both, or as a LoRA adapter for the starting model
-(`adapter`); every way gives the same tensors. A searcher makes two checks before it may push with the version:
-`params_sha256` over the parameters that its engine holds after loading, and the canary log-probs that the trainer
-computed from the published tensors in the published dtype.
+It is written last, create-only, and holds the digest of every tensor. A version is stored in one of three forms, or in
+the first two: `full` (safetensors files), `delta` (the changes against an older version), `adapter` (a LoRA adapter for
+the starting model). All forms give the same tensors. A searcher makes two checks before it pushes with the version. It
+compares `params_sha256` with the parameters in its engine. And it compares its canary log-probs with those that the
+trainer computed from the published tensors in the published dtype.
 
 The digest of a tensor is xxh3-128 of its raw little-endian bytes. It protects from accidents: flipped bits, truncated
-objects, tensors of another version. Whoever may write to the store may write another model, manifest included.
+objects, tensors of another version. It does not protect from those who may write to the store.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from tba.store.file import check_key
 from tba.versions import PolicyVersion
 
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-"""About 150 bytes for each of 110,000 tensors. A manifest is parsed whole, so a reader does not take any size."""
+"""Limit of a manifest, which is parsed as a whole: about 150 bytes for each of 110,000 tensors."""
 MAX_CANARY_TOKENS = 64
-"""Prompt and response together; every engine can take so many."""
+"""Most tokens of prompt and response of a canary together; every engine can take this many."""
 MAX_CANARY_TOLERANCE = 2.0
-"""In nats: an engine that is further off computes another model, whatever a manifest says."""
+"""Largest tolerance, in nats: beyond it an engine computes another model, whatever tolerance a manifest has."""
 MAX_DELTAS = 256
-"""Deltas from the nearest full version."""
+"""Most deltas between a version and the nearest version that is stored whole."""
 MAX_TENSOR_BYTES = 2**42
 DTYPE_BYTES = dict.fromkeys(["F64", "I64", "U64"], 8)
 DTYPE_BYTES |= dict.fromkeys(["F32", "I32", "U32"], 4) | dict.fromkeys(["BF16", "F16", "I16", "U16"], 2)
 DTYPE_BYTES |= dict.fromkeys(["F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"], 1)
-"""Dtypes as safetensors writes them -> bytes of an element."""
+"""Dtype, as safetensors writes it -> bytes of an element."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
-"""A file system takes 255 characters, and downloads put some before it."""
+"""File systems take 255 characters; the rest is for the prefixes that downloads add."""
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast()]
-"""A list with millions of wrong items gets one error, not millions."""
+"""A list whose validation stops at the first wrong item, because there may be millions."""
 _MAX_FIELDS = 40
 
 
@@ -54,7 +54,7 @@ class _Strict(BaseModel):
 
 
 class StoredObject(_Strict):
-    """One object that is named by its content: `name` inside the version, `key` in the store."""
+    """One object of the store: its name inside the version or snapshot, its store key, size and digest."""
 
     name: FileName
     key: str = Field(min_length=1, max_length=1024)
@@ -63,7 +63,7 @@ class StoredObject(_Strict):
 
 
 class TensorEntry(_Strict):
-    """One tensor of the version, and the safetensors file that it belongs to."""
+    """One tensor of the version, and the name of its safetensors file."""
 
     name: str = Field(min_length=1, max_length=512)
     dtype: str
@@ -81,18 +81,18 @@ class TensorEntry(_Strict):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the raw tensor."""
+        """Size of the raw tensor in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class TensorFile(_Strict):
-    """A safetensors file of a version that is stored whole; the digests of its tensors prove it."""
+    """A safetensors file of a version that is stored whole. It is verified by the digests of its tensors."""
 
     name: FileName
     key: str = Field(min_length=1, max_length=1024)
     size_bytes: int = Field(ge=8)
     sha256: None = None
-    """Null in schema 2."""
+    """Always null in schema 2."""
 
 
 class DeltaObject(_Strict):
@@ -102,38 +102,38 @@ class DeltaObject(_Strict):
     key: str = Field(min_length=1, max_length=1024)
     size_bytes: int = Field(ge=8)
     digest: Xxh3
-    """Of the file."""
+    """xxh3-128 of the file."""
 
 
 class Delta(_Strict):
-    """What turns the tensors of `base` into those of the version (`tba.weights.delta`)."""
+    """The changes that turn the tensors of version `base` into those of this version (`tba.weights.delta`)."""
 
     base: str
     num_to_full: int = Field(ge=1, le=MAX_DELTAS)
-    """Deltas to apply from the nearest full version, this one included."""
+    """Number of deltas to apply after the nearest version that is stored whole, this one included."""
     objects: Many[DeltaObject]
 
 
 class Adapter(_Strict):
-    """What turns the tensors of `base` into those of the version: a LoRA adapter (`tba.weights.adapter`)."""
+    """The LoRA adapter that turns the tensors of version `base` into those of this version (`tba.weights.adapter`)."""
 
     base: str
-    """The starting model; it is stored whole."""
+    """Version of the starting model, which is stored whole."""
     rank: int = Field(ge=1, le=2**16)
     alpha: int = Field(ge=1, le=2**31)
     fan_in_fan_out: bool
-    """Whether the weights are [in, out], as those of GPT-2."""
+    """Whether the model's weights are [in, out], as in GPT-2; otherwise they are [out, in]."""
     stored: DeltaObject
-    """The safetensors file, as peft names its tensors."""
+    """The safetensors file of the adapter, with tensor names as peft writes them."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the two matrices."""
+        """Factor on the product of the adapter's two matrices."""
         return self.alpha / self.rank
 
 
 class Canary(_Strict):
-    """A fixed sequence and the log-probs [R] of its response tokens at temperature 1."""
+    """A fixed sequence, and the trainer's log-probs [R] of its response tokens at temperature 1, in nats."""
 
     prompt_tokens: list[TokenId] = Field(min_length=1, max_length=MAX_CANARY_TOKENS)
     response_tokens: list[TokenId] = Field(min_length=1, max_length=MAX_CANARY_TOKENS)
@@ -151,7 +151,7 @@ class Canary(_Strict):
 
 
 class Manifest(_Strict):
-    """One weight version."""
+    """The manifest of one weight version."""
 
     schema_version: Literal[2] = Field(default=2, alias="schema")
     run: str
@@ -160,10 +160,10 @@ class Manifest(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"]
     tensors: Many[TensorEntry]
     full: Many[TensorFile] = Field(default_factory=list)
-    """Empty: the version is stored as a delta alone."""
+    """Files of the version if it is stored whole; empty: it is stored as a delta or an adapter only."""
     delta: Delta | None = None
     adapter: Adapter | None = None
-    """With LoRA, unless the recipe publishes merged weights."""
+    """The adapter, for a version that a trainer with LoRA published as an adapter."""
     files: Many[StoredObject]
     model_config_sha256: Sha256
     tokenizer_sha256: Sha256
@@ -218,29 +218,29 @@ class Manifest(_Strict):
 
     @property
     def policy_version(self) -> PolicyVersion:
-        """The version as a value."""
+        """The version, parsed."""
         return PolicyVersion.parse(self.version)
 
     @property
     def is_full(self) -> bool:
-        """Whether the version is stored whole (perhaps as a delta as well)."""
+        """Whether the version is stored whole; it may be stored as a delta too."""
         return bool(self.full)
 
     @property
     def base(self) -> PolicyVersion | None:
-        """The version that the delta is against; None: there is no delta."""
+        """The base version of the delta; None: there is no delta."""
         return None if self.delta is None else PolicyVersion.parse(self.delta.base)
 
     @property
     def needed_base(self) -> PolicyVersion | None:
-        """The version that this one cannot be assembled without; None: it is stored whole."""
+        """The base version without which this version cannot be assembled; None: it is stored whole."""
         if self.is_full:
             return None
         return self.base if self.adapter is None else PolicyVersion.parse(self.adapter.base)
 
     @property
     def changes(self) -> list[DeltaObject]:
-        """The objects of the delta and of the adapter."""
+        """The store objects of the delta and of the adapter."""
         return [
             *(() if self.delta is None else self.delta.objects),
             *(() if self.adapter is None else (self.adapter.stored,)),
@@ -253,12 +253,12 @@ class Manifest(_Strict):
 
     @property
     def delta_bytes(self) -> int:
-        """Bytes of the delta in the store; 0 without one."""
+        """Bytes of the delta in the store; 0 if there is no delta."""
         return 0 if self.delta is None else sum(each.size_bytes for each in self.delta.objects)
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapter in the store; 0 without one."""
+        """Bytes of the adapter in the store; 0 if there is no adapter."""
         return 0 if self.adapter is None else self.adapter.stored.size_bytes
 
 
@@ -266,7 +266,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Encode as JSON, keys in a fixed order.
 
     Raises:
-        MalformedError: it would be larger than what is read; the model has too many tensors.
+        MalformedError: the result is larger than MAX_MANIFEST_BYTES, because the model has too many tensors.
     """
     without = {"adapter"} if manifest.adapter is None else None
     data = manifest.model_dump_json(by_alias=True, exclude=without).encode() + b"\n"
@@ -282,7 +282,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        MalformedError: it is too large, or the first field that is wrong.
+        MalformedError: it is too large, or a field is wrong; the message names the first one.
     """
     # a store may be written by others: parse no more than a manifest can have
     if len(data) > MAX_MANIFEST_BYTES:
@@ -310,12 +310,12 @@ def _check_num_fields(value: Any) -> None:
 
 
 def sha256_hex(data: bytes) -> str:
-    """Return the lower-case hex sha256."""
+    """Return the sha256 as lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def table_sha256(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Return the sha256 over tensors that are given by name, dtype, shape and digest, in any order."""
+    """Return the sha256 of a table of tensors, given as (name, dtype, shape, digest) in any order."""
     # trainer and engines hold the parameters in different orders;
     # with name, dtype and shape: equal bytes under another name are another model
     lines = (f"{name}|{dtype}|{'x'.join(map(str, shape))}|{digest}\n" for name, dtype, shape, digest in sorted(entries))

@@ -44,7 +44,7 @@ class Prompt(StrictModel):
 
 
 class PromptUpload(StrictModel):
-    """POST /v1/prompts: store prompts. A known id is accepted with the same content; other content refuses them all."""
+    """POST /v1/prompts: store prompts. If a known id comes with other content, the whole upload is refused."""
 
     prompts: list[Prompt] = Field(min_length=1, max_length=10_000)
 
@@ -162,7 +162,7 @@ class LeaseReply(StrictModel):
 
 
 class LeaseReturn(StrictModel):
-    """POST /v1/leases/return: give unfinished leases back. Visits in `refused_lease_ids` cannot be sampled, and end."""
+    """POST /v1/leases/return: return unfinished leases. Visits of `refused_lease_ids` end: they cannot be sampled."""
 
     searcher_id: Name
     lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)

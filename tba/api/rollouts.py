@@ -61,7 +61,7 @@ class TrainedStep(StrictModel):
     """An optimizer step that consumed a rollout."""
 
     version: VersionText
-    """(lineage, step) of the step."""
+    """The step as `lineage-step`, which is also the version of the weights that it made."""
     at_s: float
     """Time of its ack, Unix seconds."""
     advantage: float | None

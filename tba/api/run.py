@@ -169,8 +169,8 @@ ENDED = frozenset({"ended", "done", "stopped"})
 
 
 class ComponentInfo(StrictModel):
-    """One component. Searchers, trainer and launcher are shown by their last heartbeat, and the reward service by its
-    last answer to the buffer's GET /readyz; the buffer itself is one too."""
+    """One component. Searchers, trainer and launcher are shown by their last heartbeat. The reward service is shown by
+    its last answer to the buffer's GET /readyz. The buffer is a component too."""
 
     component_id: str
     kind: str

@@ -26,7 +26,7 @@ class LineageRequest(StrictModel):
     makes a `request_id` of its own. It is a secret, because a request with it is answered with the token.
 
     `parent`: the version that the trainer starts from. Registered checkpoints of later steps are no longer resumed
-    from. `checkpoint_key`: the checkpoint of `parent`, for a later resume; None: it begins at the start of the run.
+    from. `checkpoint_key`: the checkpoint of `parent`, for a later resume; None: that resume starts the run anew.
     `rollback`: an alarm of the previous lineage caused this start; such starts are counted. `obeys`: the request id of
     the operator's rollback that this start carries out; the start is refused if that rollback is not waiting.
     `fails`: no checkpoint is left to return to, so the run fails in the same call, for this reason. `in_process`: the

@@ -75,7 +75,7 @@ class GoldSpec(ScorerSpec):
 
 
 class ExactSpec(GoldSpec):
-    """1 if the response equals the gold answer, without white space around it, else 0."""
+    """1 if the response equals the gold answer, ignoring white space around it, else 0."""
 
     kind: Literal["exact"]
 
@@ -153,7 +153,7 @@ class ModelScorerSpec(ScorerSpec):
 
 
 class RewardModelSpec(ModelScorerSpec):
-    """Score by an output (a logit) of a Hugging Face sequence classification model."""
+    """The score is an output (a logit) of a Hugging Face sequence classification model."""
 
     kind: Literal["reward_model"]
     model: str = Field(min_length=1)
@@ -177,7 +177,7 @@ class RewardModelSpec(ModelScorerSpec):
 
 
 class RedteamSpec(ModelScorerSpec):
-    """Score of a response as an attack: the mean toxicity of a victim model's replies to it."""
+    """The score is the mean toxicity of a victim model's replies to the response, which is an attack."""
 
     kind: Literal["redteam"]
     timeout_s: float = Field(default=120.0, gt=0)
@@ -230,7 +230,7 @@ def _needs_response(field: str, template: str) -> None:
 
 
 class HttpSpec(ScorerSpec):
-    """Score by an HTTP endpoint."""
+    """The score comes from an HTTP endpoint."""
 
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
@@ -243,7 +243,7 @@ class HttpSpec(ScorerSpec):
 
 
 class PythonSpec(ScorerSpec):
-    """Score by a Python function with the signature of TRL's reward functions.
+    """The score comes from a Python function with the signature of TRL's reward functions.
 
     A call gets a batch of items. It is repeated item by item if it raises, kills its worker, takes more than
     `timeout_s` of CPU time, or waits for much longer.

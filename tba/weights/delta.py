@@ -2,9 +2,9 @@
 
 An optimizer step at a low learning rate moves few bfloat16 elements, and most of those by one unit in the last place
 (arXiv 2602.03839). So two numbers code a changed element: the distance to the changed element before it, and its step.
-For the step, the bits of floats are mapped to integers in the same order; it is the new integer minus the old one. Both
-numbers are small, and zstd's Huffman stage shrinks them. All arithmetic is on integers modulo 2^bits, so it is exact
-for NaN, infinities, -0.0 and denormals.
+The step is new minus old, after the bits of floats are mapped to integers that sort like the floats. Both numbers are
+small, and zstd's Huffman stage shrinks them. All arithmetic is on integers modulo 2^bits, so it is exact for NaN,
+infinities, -0.0 and denormals.
 
     tensor  = segment*             each of SEGMENT_ELEMENTS elements, the last one shorter
     segment = EQUAL
@@ -45,7 +45,7 @@ _LENGTH_BYTES = 4
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
-"""Few matches are looked for: in noise they are chance, and those that level 1 takes cost time and a sixth in size."""
+"""zstd looks for few matches: in noise they are chance, and those that level 1 takes cost time and a sixth in size."""
 _SKIP = 255
 _LARGE = 15
 

@@ -211,9 +211,9 @@ def write_export(versions: WeightVersions, version: PolicyVersion, folder: Path,
 def split_experts(path: Path) -> None:
     """Split the fused expert tensors of a safetensors file, in place, into one tensor per expert and projection.
 
-    Most tools expect those. transformers 5 fuses the experts of a layer into two tensors, [E, 2 I, H] (gate above up)
-    and [E, H, I] (down), and published versions hold these. E experts, I their inner size, H hidden units. Both tensors
-    are contiguous, expert after expert, so the data bytes stay and only the header of the file changes.
+    Most tools expect those. Published versions hold two fused tensors per layer, as transformers 5 makes them:
+    [E, 2 I, H] (gate above up) and [E, H, I] (down). E experts, I their inner size, H hidden units. Both tensors are
+    contiguous, expert after expert, so the data bytes stay and only the header of the file changes.
 
     Raises:
         MalformedError: not a safetensors file.

@@ -103,7 +103,7 @@ class NodeCache:
             yield
 
     def take(self, name: str, path: Path, *, max_bytes: int) -> bool:
-        """Link or copy an entry to `path`; False: there is none. The caller must verify it, and never write into it.
+        """Link or copy an entry to `path`; return False if there is none. Verify the file, and never write into it.
 
         Args:
             max_bytes: a larger entry is damaged; it is deleted from the cache, and not copied.

@@ -216,7 +216,7 @@ class WeightVersions:
         return complete_versions(self._store, f"runs/{self._run}/weights/")
 
     def bases(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """Return the older versions needed to assemble `version`, newest first; the last one is stored whole.
+        """Return the older versions that `version` is assembled from, newest first, back to one that is whole.
 
         Raises:
             ObjectNotFoundError: the version, or one that it needs, does not exist.
@@ -255,7 +255,9 @@ class WeightVersions:
     def download_model(
         self, version: PolicyVersion, folder: Path, *, held: Sequence[LocalVersion] = (), keeps_base: bool = False
     ) -> LocalVersion:
-        """Download all files of a version into `folder`, where they appear after all are verified; see `write_index`.
+        """Download all files of a version into `folder`, where they appear after all are verified.
+
+        A version of several tensor files gets an index (`write_index`).
 
         Args:
             held, keeps_base: as in `download_tensors`.

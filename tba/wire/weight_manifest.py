@@ -1,8 +1,8 @@
 """The weight manifest: the immutable JSON document that makes one weight version exist.
 
-It is written last, create-only, and holds the digest of every tensor. A version is stored in one of three forms, or in
-the first two: `full` (safetensors files), `delta` (the changes against an older version), `adapter` (a LoRA adapter for
-the starting model). All forms give the same tensors. A searcher makes two checks before it pushes with the version. It
+It is written last, create-only, and holds the digest of every tensor. A version has one of three forms, or both of the
+first two. They are `full` (safetensors files), `delta` (changes against an older version) and `adapter` (a LoRA adapter
+for the starting model). All give the same tensors. A searcher makes two checks before it pushes with the version. It
 compares `params_sha256` with the parameters in its engine. And it compares its canary log-probs with those that the
 trainer computed from the published tensors in the published dtype.
 

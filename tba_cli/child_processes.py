@@ -1,6 +1,6 @@
-"""Child processes: the environment of each, and programs that run to their end.
+"""Run programs as child processes, and make the environment of each child.
 
-Those programs need torch, which this process never imports.
+The programs need torch, which this process never imports.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tba.errors import ChildError, ConfigError
 from tba_cli.orphan_reaper import OrphanReaper
 
 PROGRAM_TIMEOUT_S = 3600.0
-"""To convert a large model takes minutes."""
+"""Deadline of a program; converting a large model takes minutes."""
 STDERR = 2
-"""Its file descriptor."""
+"""The file descriptor of stderr."""
 PIPED = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"}
-"""For a child whose lines are read: they come at once, and in no encoding of the locale, which may lack a character."""
+"""Environment of a child whose output is read: its lines are not buffered, and are UTF-8 in every locale."""
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -41,8 +41,8 @@ def child_environ(
     """Return the environment of a child.
 
     Args:
-        num_threads: None: what the variables of `environ` say, or else one.
-        tokens_file: the child's own, in place of the one in config.json.
+        num_threads: threads of each numeric library; None: as the variables of `environ` say, else one.
+        tokens_file: a file of tokens that replaces the one in config.json.
     """
     # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
@@ -75,10 +75,10 @@ def run_program(module: str, words: Sequence[str]) -> str:
 
 
 def ask_program(module: str, words: Sequence[str] = (), **files: str) -> Any:
-    """Run a program whose stdout is JSON, and return that.
+    """Run a program whose stdout is JSON, and return the parsed value.
 
     Args:
-        files: texts that are written for it; the flag of that name says where.
+        files: texts by flag; each is written to a temporary file, whose path the program gets as `--FLAG PATH`.
     """
     with tempfile.TemporaryDirectory(prefix="tba-program-") as place:
         for name, text in files.items():
@@ -89,7 +89,7 @@ def ask_program(module: str, words: Sequence[str] = (), **files: str) -> Any:
 
 
 def run_in_sight(module: str, words: Sequence[str]) -> None:
-    """Run a program that takes long and shows its progress itself: all that it prints goes to stderr.
+    """Run a long program that shows its own progress: everything that it prints goes to stderr.
 
     Raises:
         ChildError: it failed.
@@ -103,7 +103,7 @@ def run_in_sight(module: str, words: Sequence[str]) -> None:
 
 @contextmanager
 def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program that ends with this process, even when this process is killed; so do those that it starts."""
+    """Start a program in a context. It and its children end with the context, even if this process is killed."""
     reaper = OrphanReaper()
     command = [sys.executable, "-m", module, *words]
     # Ctrl-C does not reach a process of another session
@@ -121,9 +121,9 @@ def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subp
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Let the signals that end a process end it as Ctrl-C does: children are stopped, and copies are deleted.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt like Ctrl-C, so that children are stopped and copies deleted.
 
-    Elsewhere than in the main thread, which alone gets signals, nothing changes.
+    This does nothing outside the main thread, which alone gets signals. A SIGHUP that is ignored stays ignored.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -145,7 +145,7 @@ def interrupt_on_signals() -> Iterator[None]:
 
 
 def _last_words(lines: Sequence[str], code: int) -> str:
-    """Return why a program failed, by the last of its lines."""
+    """Return why a program failed: its last line or exit code, the signal, and the extra to install."""
     last = next((line for line in reversed(lines) if line.strip()), "" if code < 0 else f"exit code {code}")
     if code < 0:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"

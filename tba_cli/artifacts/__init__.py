@@ -1,6 +1,6 @@
 """Folders of models and data sets in the object store: pushed once, pulled by every pod that needs them.
 
-models/NAME/manifest.json      written last, so a folder that has one is whole
+models/NAME/manifest.json      written last, so a folder that has one is complete
 models/NAME/files/SHA256       the content of each file, by its digest
 datasets/NAME/...              the same for data sets
 """

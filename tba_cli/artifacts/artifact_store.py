@@ -1,7 +1,7 @@
-"""Push and pull the folders in an object store.
+"""Push folders of models and data sets to an object store, and pull them.
 
-A push writes the files by their digest, then the manifest. If it is killed, the next push continues with the files that
-are there. A pull verifies every file, and fetches those that are missing. Neither replaces anything.
+A push writes the files by their digest, then the manifest. If it is killed, the next push skips the files that are
+stored already. A pull verifies the files on disk, and downloads the missing ones. Neither replaces anything.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ArtifactStore:
     """The folders of models and data sets in one object store.
 
     Args:
-        store: where they are.
-        on_progress: called with a line about each thing that is done.
+        store: the object store.
+        on_progress: called with a line of text about each thing that is done.
     """
 
     def __init__(self, store: ObjectStore, on_progress: OnProgress) -> None:
@@ -46,7 +46,7 @@ class ArtifactStore:
         self.url = store.url
 
     def find(self, kind: Kind, name: str) -> FolderManifest | None:
-        """Return the manifest stored under this name, or None where no whole folder is.
+        """Return the manifest stored under this name, or None if no complete folder is stored.
 
         Raises:
             StoreError: the store cannot be read.
@@ -59,12 +59,12 @@ class ArtifactStore:
             return None
 
     def read(self, manifest: FolderManifest, path: str) -> bytes | None:
-        """Return one file of a stored folder, or None where it has no such file."""
+        """Download one file of a stored folder and return its content, or None if there is no such file."""
         file = next((file for file in manifest.files if file.path == path), None)
         return None if file is None else self._store.get(_file_key(manifest.kind, manifest.name, file))
 
     def push(self, kind: Kind, name: str, folder: Path) -> FolderManifest:
-        """Store a folder; to push the same content again changes nothing."""
+        """Upload a folder, and return its manifest; do nothing if the same content is stored already."""
         files, left_out = files_of(folder)
         if left_out:
             self.on_progress(f"{folder}: left out {', '.join(left_out[:3])}{' ...' if len(left_out) > 3 else ''}")
@@ -100,11 +100,11 @@ class ArtifactStore:
         return manifest
 
     def pull(self, manifest: FolderManifest, folder: Path) -> int:
-        """Fetch the files of the stored folder that are missing in `folder`; return their number.
+        """Download the files of the stored folder that are missing in `folder`; return how many were missing.
 
         Raises:
-            ConfigError: `folder` is a file or has another file of the same name, or the disk is full.
-            DigestError: the store gives something else than was pushed.
+            ConfigError: `folder` is a file, has another file of the same name, or cannot be written.
+            DigestError: a stored file differs from the one that was pushed.
             StoreError: the store cannot be read.
         """
         try:
@@ -145,7 +145,7 @@ class ArtifactStore:
 
 
 def describe(manifest: FolderManifest) -> str:
-    """Return a stored folder in a few words."""
+    """Return the file count, size and digest of a stored folder as text."""
     num = len(manifest.files)
     return f"{num} file{'s' * (num != 1)}, {manifest.size_bytes / 2**20:,.1f} MiB, digest {manifest.digest[:12]}"
 
@@ -163,11 +163,10 @@ def _is_whole(path: Path, file: FolderFile) -> bool:
 
 
 def pull_folders(artifacts: ArtifactStore, folders: Sequence[RequiredFolder], *, wait_s: float) -> None:
-    """Wait until every folder is whole in the store, and fetch it to its path; a folder that is there is only checked.
+    """Wait until every folder is complete in the store, and download it to its path; only check what is there already.
 
     Args:
-        wait_s: deadline of the wait (wait `model-push`) for all folders together; a download that the store lets go
-            on is not cut off.
+        wait_s: longest wait for all folders together (wait `model-push`); a running download is not interrupted.
 
     Raises:
         WaitTimeoutError: a folder was not in the store in time.

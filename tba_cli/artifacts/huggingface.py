@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub, with errors that say what to do."""
+"""Download from the Hugging Face hub, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tba.store.file import explain_full_disk
 from tba_cli.sizing.model_shape import ModelShape, shape_of_config
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "README.md", "LICENSE*"]
-"""Python files are run only where the recipe trusts them."""
+"""Files of a model to download. Python files are run only if the recipe trusts them."""
 PICKLED_FILES = ["pytorch_model*.bin*"]
-"""Fetched where the hub has no safetensors of a model, and converted at once."""
+"""Weights to download if the hub has no safetensors of a model; they are converted at once."""
 TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 
 
 def download(item: PrepareItem, folder: Path) -> str:
-    """Fetch a model or a data set into a folder; continue where an earlier download stopped.
+    """Download a model or a data set into a folder; continue where an earlier download stopped.
 
     Returns:
-        The commit that was fetched.
+        The hash of the commit that was downloaded.
     """
     hub, name = hub_library(), item.hub or ""
     patterns = MODEL_FILES if item.kind == "model" else None
@@ -54,7 +54,7 @@ def download(item: PrepareItem, folder: Path) -> str:
 
 
 def shape_on_hub(name: str, revision: str | None) -> ModelShape:
-    """Return the sizes of a model from its config.json on the hub and the hub's count of parameters (a few KB)."""
+    """Return the shape of a model on the hub; this downloads only its config.json and its parameter count."""
     hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
     with _explained(item, "fetch it first (tba data prepare RECIPE)"):
@@ -69,7 +69,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
 
 @contextlib.contextmanager
 def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
-    """Turn errors of the library into a sentence; `without_network` says what to do where there is no network."""
+    """Turn errors of huggingface_hub into a ConfigError; `without_network` is its advice if there is no network."""
     what, place = f"{item.kind} {item.hub}", "model.path" if item.at_start else "[[prepare]]"
     try:
         yield

@@ -1,4 +1,4 @@
-"""The manifest of a stored folder (its files by path and digest), and how a folder on disk becomes one."""
+"""The manifest of a stored folder: its files by path and digest, parsed from JSON or read from a folder on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tba_cli.artifacts.huggingface import PICKLED_FILES
 MAX_FILES = 100_000
 LEFT_OUT_FOLDERS = frozenset({".cache", ".git"})
 LEFT_OUT_FILES = (".tmp-*", *PICKLED_FILES)
-"""Pickled weights are never loaded; `tba data prepare` makes safetensors of them."""
+"""Files that are not pushed. Pickled weights are never loaded; `tba data prepare` converts them to safetensors."""
 
 
 class FolderFile(StrictModel):
@@ -48,7 +48,7 @@ class FolderManifest(StrictModel):
     kind: Literal["model", "dataset"]
     name: str
     digest: Sha256
-    """Of the paths and contents of all files: folders with one digest are equal."""
+    """Digest of the paths and contents of all files: folders with the same digest are equal."""
     files: list[FolderFile] = Field(min_length=1, max_length=MAX_FILES)
     created_at_s: float
     """Unix time of the push."""
@@ -73,7 +73,7 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
     """Parse a manifest.
 
     Args:
-        where: the key, for the message.
+        where: the manifest's key and store, for the message.
 
     Raises:
         MalformedError: the data is not a manifest, or its digest is not the digest of its files.
@@ -92,7 +92,7 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
 
 
 def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
-    """Return (files to push with their digests, paths that are left out), both sorted."""
+    """Return the files of a folder to push, with their digests, and the paths that are left out; both sorted by path."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of a model in Hugging Face format")
     files, left_out = [], []

@@ -1,10 +1,10 @@
-"""The folders that must be there before a run: whether each is there and holds what the recipe asks for.
+"""Find the folders that must exist before a run, and check that each holds what the recipe asks for.
 
 PATH/.tba-prepare           JSON: where the content came from
-.NAME.DIGEST.partial        beside PATH: a download or training that has not ended; becomes PATH when it is whole
+.NAME.DIGEST.partial        beside PATH: an unfinished download or training; renamed to PATH when it is complete
 
-A folder without such a file belongs to a person, and is taken as it is. What only serves to make a model is not needed
-where that model is there.
+A folder without `.tba-prepare` was made by the user, and is accepted as it is. A folder that only serves to make a
+model is not needed if that model exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DIGEST_DIGITS = 8
 
 
 def is_there(item: PrepareItem) -> bool:
-    """Return whether the folder is there and whole."""
+    """Return whether the item's folder exists and is not empty; ConfigError if it was made for another item."""
     folder = Path(item.path)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{item.path} is a file, and must be a folder; remove it")
@@ -43,7 +43,7 @@ def is_there(item: PrepareItem) -> bool:
 
 
 def needed(recipe: Recipe) -> list[PrepareItem]:
-    """Return the items of `[[prepare]]` that a run needs, there or not."""
+    """Return the items of `[[prepare]]` that a run needs, whether their folders exist or not."""
     inputs, found, has_training = training_inputs(recipe), list[PrepareItem](), False
     # backwards: what serves to make a model is needed while that is not there
     for item in reversed(recipe.prepare):
@@ -54,19 +54,19 @@ def needed(recipe: Recipe) -> list[PrepareItem]:
 
 
 def missing(recipe: Recipe, *, at_start: bool) -> dict[str, str]:
-    """Return what a run needs and is not there: folder -> its kind.
+    """Return the folders that a run needs and that do not exist, as {path: kind}.
 
     Args:
-        at_start: also what `tba run` fetches or makes itself.
+        at_start: whether to include folders that `tba run` fetches or makes itself.
     """
     wanted = [item for item in needed(recipe) if at_start or not item.at_start]
     return {item.path: item.kind for item in wanted if not is_there(item)}
 
 
 def training_inputs(recipe: Recipe) -> set[str]:
-    """Return the folders that only serve to make models: they stand before a model of TRL, and nothing else names them.
+    """Return the paths of folders that only serve to train models with TRL.
 
-    TRL's own file names them.
+    They come before a model of TRL in `[[prepare]]`, and only TRL's own file names them.
     """
     last = max((index for index, item in enumerate(recipe.prepare) if item.trl_file is not None), default=0)
     named = set(_texts(recipe.model_dump(mode="json", exclude={"prepare"})))
@@ -74,7 +74,7 @@ def training_inputs(recipe: Recipe) -> set[str]:
 
 
 def made_at_start(recipe: Recipe) -> set[str]:
-    """Return the folders that `tba run` fetches or makes itself where they are missing."""
+    """Return the paths of folders that `tba run` fetches or makes itself if they are missing."""
     return {item.path for item in recipe.prepare if item.at_start}
 
 
@@ -88,10 +88,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
-    """Check before anything starts that every folder that a run needs is there.
+    """Raise ConfigError if a folder that a run needs does not exist.
 
     Args:
-        at_start: also check what `tba run` fetches or makes itself.
+        at_start: whether to include folders that `tba run` fetches or makes itself.
     """
     absent = missing(recipe, at_start=at_start)
     if absent:
@@ -100,7 +100,7 @@ def check_prepared(recipe: Recipe, *, at_start: bool = True) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Return what was recorded when the folder was prepared, or None where it was not."""
+    """Return the origin and commit that were recorded when the folder was prepared; None if there is no record."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -112,10 +112,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def begin(item: PrepareItem) -> Path:
-    """Return a folder in which the item is made until it is whole: beside its own, so that it can be renamed.
+    """Create and return the partial folder in which the item is made; `publish` renames it to the item's path.
 
-    Each content has a place of its own, because a download or training continues with the files that are there. Halves
-    of other contents are deleted.
+    Each origin has its own partial folder, because a download or training continues with the files in it. Partial
+    folders of other origins are deleted.
     """
     made = _partial_folder(item)
     for other in made.parent.glob(f".{glob.escape(Path(item.path).name)}.{'?' * DIGEST_DIGITS}.partial"):

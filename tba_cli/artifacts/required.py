@@ -18,7 +18,7 @@ Service = Literal["buffer", "reward", "searcher", "setup", "trainer"]
 KIND_PREFIXES: dict[Kind, str] = {"model": "models", "dataset": "datasets"}
 """First part of the keys of each kind in the store."""
 _HOMES: dict[Kind, str] = {"model": "models", "dataset": "data"}
-"""A path loses this part and everything before it to become a name."""
+"""The name of a folder is its path without this part and everything before it."""
 _NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 
@@ -31,7 +31,7 @@ class RequiredFolder:
     path: str
     """As in the recipe: absolute, or relative to where the service runs."""
     key: str
-    """The place in the recipe that names it, for messages."""
+    """The place in the recipe that names the folder, for messages."""
     services: frozenset[Service]
     """The services that read it."""
 
@@ -42,7 +42,7 @@ class RequiredFolder:
 
     @property
     def is_here(self) -> bool:
-        """Whether a folder that is not empty lies at its path."""
+        """Whether its path is a folder that is not empty."""
         folder = Path(self.path).expanduser()
         return folder.is_dir() and any(folder.iterdir())
 
@@ -68,14 +68,13 @@ def name_of(path: str, kind: Kind) -> str:
 
 
 def required_folders(recipe: Recipe, service: Service | None = None) -> list[RequiredFolder]:
-    """Return the folders that the recipe names, each once.
+    """Return the folders that the recipe names, each once, without folders that only serve to make a model.
 
-    A reward model is a folder if `[[prepare]]` makes it, if its name cannot be a
-    repository of the Hugging Face hub (`OWNER/NAME`), or if it begins with `models/`; else the reward service fetches
-    it itself. What only serves to make a model is no folder that a service needs.
+    A reward model is a folder if `[[prepare]]` makes it, if its name cannot be a repository of the Hugging Face hub
+    (`OWNER/NAME`), or if it begins with `models/`. The reward service downloads any other reward model itself.
 
     Args:
-        service: return only the folders that this one reads; `setup` reads the data sets, for their prompts.
+        service: return only the folders that this service reads; `setup` reads the data sets, for their prompts.
     """
     found: dict[str, RequiredFolder] = {}
     for folder in _named(recipe):
@@ -118,5 +117,5 @@ def _named(recipe: Recipe) -> Iterator[RequiredFolder]:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether the text names a repository of the Hugging Face hub and not a folder."""
+    """Return whether the text may name a repository of the Hugging Face hub, and is not below `models/`."""
     return _HUB_NAME.fullmatch(name) is not None and not name.startswith("models/")

@@ -1,4 +1,4 @@
-"""`tba buffer save|load|accept-loss`: save and load the rollouts of a run, or accept a loss."""
+"""`tba buffer save|load|accept-loss`: save or load the rollouts of a run, or accept that Redis has lost changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.5
 
 
 def save_command(args: argparse.Namespace) -> int:
-    """Save what is stored; for a local run that has ended, start its Redis and buffer for as long as that takes."""
+    """Save the rollouts of a run as a snapshot; if a local run has ended, start its Redis and buffer for that time."""
     check_snapshot_name(args.name)
     folder = ended_run(args)
     if folder is not None:
@@ -34,7 +34,7 @@ def save_command(args: argparse.Namespace) -> int:
 
 
 def load_command(args: argparse.Namespace) -> int:
-    """Begin a run that has not begun with a snapshot, and wait for it."""
+    """Load a snapshot into a run that has not begun, and wait until it is loaded."""
     SnapshotSource.parse(args.source)
     # a typo is found here, before the buffer is asked
     if args.version is not None:

@@ -55,8 +55,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def show_command(args: argparse.Namespace) -> int:
-    """Print every value that results from the recipe, the environment and the flags, defaults included; URLs without
-    passwords."""
+    """Print all resolved values as JSON, from recipe, environment, flags and defaults; URLs without secrets."""
     document = load_recipe(args.recipe, sets=args.set).model_dump(mode="json")
     print(json.dumps(with_bare_urls(document), indent=2))
     return 0
@@ -69,7 +68,7 @@ def schema_command(args: argparse.Namespace) -> int:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a number of bytes in the unit that reads best."""
+    """Return a number of bytes as text, in B, KiB, MiB, GiB or TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         # below 1000 and not 1024: three digits are enough to read
         if num_bytes < 1000:

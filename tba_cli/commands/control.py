@@ -31,7 +31,7 @@ SOURCES = {
 
 
 def set_command(args: argparse.Namespace) -> int:
-    """Change settings, or show them."""
+    """Change live settings of a run, or show them."""
     runs = [item for item in args.items if "=" not in item]
     if len(runs) > 1 or (runs and (args.url or args.run_dir)):
         raise ConfigError(f"{runs[-1]!r} is neither KEY=VALUE nor the only name of a run; write settings as beta=0.1")
@@ -104,7 +104,7 @@ def searchers_line(searchers: SearchersInfo) -> str:
 
 
 def rollback_command(args: argparse.Namespace) -> int:
-    """Ask for a rollback, or show what it could return to."""
+    """Ask the run to roll back to a checkpoint, or list its checkpoints."""
     if args.step is None and args.reason is not None:
         raise ConfigError("--reason says why the run returns to --step N; add that, or leave --reason out")
     with closing(open_client(args)) as client:
@@ -122,7 +122,7 @@ def rollback_command(args: argparse.Namespace) -> int:
 
 
 def rollback_line(info: RunInfo) -> str | None:
-    """Return the rollback that waits; None: there is none."""
+    """Return a line about the rollback that waits for the trainer; None if there is none."""
     if info.rollback is None:
         return None
     reason = f" ({info.rollback.reason})" if info.rollback.reason else ""

@@ -1,4 +1,4 @@
-"""`tba doctor`: check everything that a run stands on, and say how to fix what is wrong."""
+"""`tba doctor`: check everything that a run depends on, and say how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def counts_of(results: Sequence[CheckResult]) -> dict[str, int]:
 
 
 def results_json(results: Sequence[CheckResult]) -> str:
-    """Return all results, and how many have each level."""
+    """Return all results, and how many have each level, as JSON."""
     document = {"counts": counts_of(results), "results": [dataclasses.asdict(result) for result in results]}
     return json.dumps(document, indent=1)
 

@@ -47,7 +47,7 @@ class Subject:
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Check, fetch the model, evaluate, print the tables; with --compare two versions, and what changed."""
+    """Evaluate a model and print the tables; with --compare, evaluate two versions and print their differences."""
     console = EvaluationConsole("quiet" if args.json else loudness_of(args))
     if args.compare is not None:
         return _compare_command(args, console)
@@ -133,7 +133,7 @@ def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
 def _evaluate(
     subject: Subject, prompts: list[Prompt], out: Path, args: argparse.Namespace, console: EvaluationConsole
 ) -> EvaluationReport:
-    """Fetch one model, and evaluate it in the folder `out`.
+    """Download one model if it is in a store, and evaluate it in the folder `out`, whose old content is deleted.
 
     Raises:
         TbaError: as `evaluate_here`, or the store holds something damaged.
@@ -181,7 +181,7 @@ def _evaluate(
 
 
 def _of_run(args: argparse.Namespace, which: str | None) -> Subject:
-    """Return a version of a run, or another model folder under its settings."""
+    """Return the version `which` of a run as the subject, or the folder of --model with the run's recipe."""
     target = argparse.Namespace(
         url=None, run_dir=None, run=args.source, token_file=args.token_file, ca_file=None, recipe=None
     )
@@ -214,7 +214,7 @@ def _of_folder(recipe: Recipe, text: str) -> Subject:
 
 
 def _checked(path: str | Path, what: str) -> Path:
-    """Return the folder, if it holds a model with a tokenizer."""
+    """Return the folder `path`; raise ConfigError unless it holds a model with a tokenizer."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(

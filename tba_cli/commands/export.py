@@ -24,7 +24,7 @@ from tba_cli.run_target import ended_run, open_client, run_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exportable:
-    """A run whose versions can be exported; `latest` is None where only the store knows it."""
+    """A run whose versions can be exported. `latest`: the version announced last; None if no buffer was asked."""
 
     facts: RunFacts
     latest: PolicyVersion | None = None
@@ -59,7 +59,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 
 def choose(which: str, source: Exportable) -> PolicyVersion:
-    """Return the version that --version names: LINEAGE-STEP, start, best, or last."""
+    """Return the version that `which` names: LINEAGE-STEP, start, best, or last."""
     # the store and not the buffer decides: a version may be announced and deleted since
     run, existing = source.facts.recipe.run, source.versions.versions()
     if not existing:
@@ -91,7 +91,7 @@ def choose(which: str, source: Exportable) -> PolicyVersion:
 
 
 def source_of(args: argparse.Namespace) -> Exportable:
-    """Return what is known of the run: from the buffer service while it is in progress, else from its folder."""
+    """Return the facts about a run: from the buffer service while it is in progress, else from its folder."""
     recipe = recipe_of(args)
     ended = ended_run(args)
     if ended is not None:

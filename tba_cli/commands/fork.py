@@ -1,6 +1,6 @@
 """`tba run --fork RUN@VERSION --run-name NEW_NAME`: begin a local run with a weight version of another one.
 
-It also has the rollouts of the other run's buffer up to the publication of that version (docs/adr/0009-fork.md).
+The new run also gets the other run's rollouts up to the publication of that version (docs/adr/0009-fork.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tba_cli.setup.origin import check_origin, check_version, store_of_run
 
 
 def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
-    """Return the recipe of the new run, which is the given one or that of RUN, and the content of its file."""
+    """Return the new run's recipe, made from the given recipe or else RUN's, and the content of that recipe's file."""
     if args.run_name is None:
         raise ConfigError(f"--fork {args.fork} begins a new run; name it with --run-name NEW_NAME")
     run, version = parse_fork(args.fork)
@@ -48,7 +48,7 @@ def forked_recipe(args: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
 
 
 def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> None:
-    """Save the buffer of RUN for the fork that begins in `folder`, unless there is a snapshot for it already."""
+    """Save RUN's buffer as the snapshot for the fork in `folder`, unless it exists already or --buffer names one."""
     if args.buffer is not None:
         return
     run, version = parse_fork(args.fork)
@@ -75,7 +75,7 @@ def save_origin(args: argparse.Namespace, recipe: Recipe, folder: RunFolder) -> 
 
 
 def parse_fork(text: str) -> tuple[str, PolicyVersion]:
-    """Parse RUN@VERSION."""
+    """Return run name and version of a text `RUN@VERSION`."""
     run, _, version = text.rpartition("@")
     try:
         return run, PolicyVersion.parse(version)

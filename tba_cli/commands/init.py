@@ -1,4 +1,4 @@
-"""`tba init`: a folder with everything that a task of one's own needs, to be changed from there."""
+"""`tba init`: make a folder with working example files for a new task, for the user to change."""
 
 from __future__ import annotations
 

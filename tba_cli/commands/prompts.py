@@ -11,7 +11,7 @@ from tba_cli.run_target import open_client
 
 
 def upload_command(args: argparse.Namespace) -> int:
-    """Check every row, then upload in chunks; to upload the same file again changes nothing."""
+    """Check every row of the file, then upload it in chunks; uploading the same file again changes nothing."""
     prompts = prompts_of_file(args.file)
     with closing(open_client(args)) as client:
         reply = upload_prompts(client, prompts, max_chunk_bytes=DEFAULT_CHUNK_BYTES)

@@ -47,7 +47,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Check the ledger, of a run that is over from its files; return 1 on a violation."""
+    """Check the ledger of a run in progress, or of an ended run from its files; return 1 on a violation."""
 
     def read(client: BufferClient) -> tuple[RunInfo, LedgerCheck]:
         # read both again when another trainer started meanwhile: other entries are abandoned then

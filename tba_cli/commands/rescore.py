@@ -1,4 +1,4 @@
-"""`tba rescore` scores stored rollouts again, with the reward as it is now."""
+"""`tba rescore`: score stored rollouts again with the current version of their reward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tba_cli.run_target import open_client
 
 
 def rescore_command(args: argparse.Namespace) -> int:
-    """Start or show re-scoring."""
+    """Start re-scoring, or show its progress or result."""
     with closing(open_client(args)) as client:
         if args.show:
             job = client.rescore()
@@ -22,7 +22,7 @@ def rescore_command(args: argparse.Namespace) -> int:
 
 
 def rescore_lines(job: RescoreInfo) -> list[str]:
-    """Return the job for people: one line while it runs, else a table of before and after."""
+    """Return the job as text: its progress while it runs, else a table of the rewards before and after."""
     if job.state == "running":
         return [progress_line(job), "look again with `tba rescore --show`"]
     versions = ", ".join(f"{version} ({num})" for version, num in sorted(job.reward_versions.items())) or "none"

@@ -1,4 +1,4 @@
-"""`tba rollouts list` and `tba rollouts export`: what is stored in a run, in progress or over."""
+"""`tba rollouts list` and `tba rollouts export`: show the stored rollouts of a run in progress or an ended run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
 
 
 def filters_of(args: argparse.Namespace) -> RolloutFilters:
-    """Return the filters that the flags name, as keywords of the client."""
+    """Return the filters that the flags set, as keyword arguments of the client's methods."""
     return cast(RolloutFilters, {name: getattr(args, name) for name in RolloutFilters.__annotations__})
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print prompt, completion, reward, version and age of each; of one all, as JSON."""
+    """Print prompt, completion, reward, version and age of each rollout; with --id, all of one rollout as JSON."""
     if args.id is not None:
         if not re.fullmatch("[0-9a-f]{32}", args.id):
             raise ConfigError(
@@ -50,7 +50,7 @@ def list_command(args: argparse.Namespace) -> int:
         return 0
 
     def read(client: BufferClient) -> RolloutPage:
-        """Return as many rollouts as were asked for, if there are so many: a page may hold fewer."""
+        """Read pages until there are --limit rollouts or no more: a page may hold fewer than were asked for."""
         rollouts: list[RolloutInfo] = []
         cursor, num_read = None, 0
         while True:
@@ -75,7 +75,7 @@ def list_command(args: argparse.Namespace) -> int:
 
 
 def lines_of(rollout: RolloutInfo) -> list[str]:
-    """Return a rollout of a list in three lines, or four where its prompt has gold data."""
+    """Return a rollout as three lines of text, or four if its prompt has gold data."""
     why = f" ({rollout.reward_reason})" if rollout.reward_reason else ""
     reward = rollout.reward_status if rollout.reward is None else f"{rollout.reward:.4g}"
     prompt = "not among the prompts of the run" if rollout.prompt_text is None else repr(rollout.prompt_text)
@@ -95,7 +95,7 @@ def lines_of(rollout: RolloutInfo) -> list[str]:
 
 
 def export_command(args: argparse.Namespace) -> int:
-    """Write the rollouts that match to a Parquet file, the oldest first, and print how many."""
+    """Write the rollouts that match the filters to a Parquet file, oldest first, and print how many."""
     path = Path(args.out)
     if path.suffix != ".parquet":
         raise ConfigError(f"--out {path} must end with .parquet")

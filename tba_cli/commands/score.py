@@ -22,7 +22,7 @@ from tba_cli.resolve import with_absolute_paths
 
 EXIT_FAILED = 1
 TOLERANCE = 1e-6
-"""Relative, and absolute around 0: rewards of stored rollouts are of single precision."""
+"""Relative and absolute tolerance of `expected`: rewards of stored rollouts have single precision."""
 MAX_SHOWN_CHARS = 24
 
 
@@ -34,7 +34,7 @@ class Example(StrictModel):
     response: str
     data: dict[str, Any] = Field(default_factory=dict)
     expected: float | None = None
-    """The reward that it should get; None: any."""
+    """The reward that the example should get; None: any reward."""
     finish_reason: str = "stop"
 
 
@@ -49,7 +49,7 @@ class Scored(StrictModel):
 
     @property
     def is_mismatch(self) -> bool:
-        """Whether it got another reward than expected."""
+        """Whether its reward differs from the expected one; False if either is missing."""
         reward, expected = self.result.reward, self.example.expected
         if expected is None or reward is None:
             return False
@@ -57,7 +57,7 @@ class Scored(StrictModel):
 
 
 def score_command(args: argparse.Namespace) -> int:
-    """Score every example and print a table; return 1 where one has another reward than expected, or none."""
+    """Score every example and print a table; return 1 if an example has an unexpected reward or no reward."""
     recipe = with_absolute_paths(load_recipe(args.recipe, sets=args.set))
     examples: dict[str, Example] = {}
     for row in jsonl_rows(Path(args.file)):
@@ -102,7 +102,7 @@ def score_command(args: argparse.Namespace) -> int:
 
 
 def table_lines(scored: Sequence[Scored]) -> list[str]:
-    """Return a row per example below a head; columns are as wide as what stands in them."""
+    """Return the lines of a table with a header and one row per example."""
     rows = [["example", "task", "response", "reward", "expected", "parts", "ms", "error"]]
     for each in scored:
         result, example = each.result, each.example

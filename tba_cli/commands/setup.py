@@ -1,4 +1,4 @@
-"""`tba setup`, `tba data prepare` and `tba model pull`: what a run needs before it begins."""
+"""`tba setup`, `tba data prepare` and `tba model pull`: get everything that a run needs before it begins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tba_cli.setup.run_setup import run_setup
 
 
 def setup_command(args: argparse.Namespace) -> int:
-    """Do what is missing; a second run changes nothing. Exit code 0: everything is there."""
+    """Set up whatever is missing, and return 0 when everything is there; a second call changes nothing."""
     recipe = load_recipe(args.config, sets=args.set)
     run_setup(
         recipe,
@@ -34,13 +34,13 @@ def print_line(text: str) -> None:
 
 
 def prepare_command(args: argparse.Namespace) -> int:
-    """Fetch what is missing, check everything, show a prompt of each split; change nothing that is there."""
+    """Fetch missing folders, check all, and show a prompt of each split; change no folder that exists."""
     prepare_recipe(load_recipe(args.recipe, sets=args.set), Console("normal"))
     return 0
 
 
 def pull_command(args: argparse.Namespace) -> int:
-    """Fetch the folders of a service to their paths in the recipe; a folder that is there and whole is only checked."""
+    """Download the folders that a service reads to their paths in the recipe; only check what is there already."""
     recipe = load_recipe(args.config, sets=args.set)
     folders = required_folders(recipe, args.service)
     if not folders:

@@ -28,11 +28,11 @@ PARTS = {
     "gradients": "gradients",
     "optimizer": "moments of AdamW",
 }
-"""What a trainer process holds between two steps, by the names of the trace."""
+"""Memory that a trainer process holds between two steps: names in the trace, and the names that are shown."""
 
 
 def sizing_command(args: argparse.Namespace) -> int:
-    """Print what one recipe needs; return 1 if somebody finds too little memory on a GPU."""
+    """Print the memory and disk that a recipe needs; return 1 if a process does not fit on its GPU."""
     recipe = load_recipe(args.recipe, sets=args.set)
     gib = CARD_GIB if args.gpu_memory_gib is None else args.gpu_memory_gib
     if not 0 < gib < 1e6:
@@ -61,7 +61,7 @@ def sizing_command(args: argparse.Namespace) -> int:
 
 
 def _shape_in(recipe: Recipe, path: str) -> ModelShape:
-    """Return the sizes of the model that is, or will be, in a folder that the recipe names, without downloading it."""
+    """Return the shape of the model that is, or will be, in a folder of the recipe, without downloading the model."""
     folder = Path(path)
     if folder.is_dir():
         return shape_of_folder(folder)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from tba.config import Recipe
 
 _UNUSED = {"run": {"name": "reward"}, "model": {"path": "none"}, "data": {"generator": "addition"}}
-"""Sections that a recipe must have and this service does not use: a recipe with `[reward]` alone is enough for it."""
+"""Stand-ins for sections that every recipe must have but this service ignores: a `[reward]` section alone is enough."""
 
 
 def run(recipe: Recipe) -> None:
-    """Serve until SIGTERM."""
+    """Serve scores over HTTP until SIGTERM."""
     from tba.server import serve
     from tba.tokens import server_tokens
     from tba_reward.app import build_app

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of the reward service, and the body of a score request: a bad item fails alone."""
+"""The HTTP endpoints of the reward service. A bad item of a request gets its own error; the other items are scored."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tba_reward.service import RewardService, build_tasks, failed
 _DISCONNECT_POLL_S = 0.5
 MAX_ID_CHARS = 200
 MAX_TEXT_CHARS = 1_000_000
-"""Longest prompt or response that is scored: above every context, and below what would hold a worker for long."""
+"""Longest prompt or response that is scored: longer than any model's context, too short to occupy a worker for long."""
 MAX_PENDING_ITEMS = 4096
-"""Most completions in work at once: four of the largest requests. More are refused with 429, to come back later."""
+"""Most completions in work at once, as many as four of the largest requests hold. Further requests get status 429."""
 WORKER_MEMORY_BYTES, WORKER_START_S = 4 * 1024**3, 60.0
-"""Address space of a worker process, far above what a rule needs; deadline of its imports before its first item."""
+"""Address-space limit of a worker process, far above what a rule needs; deadline for a worker to load one rule."""
 CACHE_ITEMS = 65_536
-"""Most scores kept to be given again for the same content. A score takes a digest and a number."""
+"""Most scores in the cache. Each takes the memory of a 16-byte digest and a number."""
 
 
 def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
-    """Return the application."""
+    """Return the FastAPI application of the reward service, with all tasks of the recipe."""
     section = recipe.reward
     registry = CollectorRegistry()
     metrics = Metrics(registry)
@@ -133,7 +133,7 @@ def build_app(recipe: Recipe, *, tokens: Mapping[str, str] | TokensFile | None) 
 def read_items(
     body: bytes, *, max_items: int = MAX_SCORE_ITEMS, max_text_chars: int = MAX_TEXT_CHARS
 ) -> list[ScoreItem | ScoreResult]:
-    """Return the items of `{"items": [...]}` in order; one that cannot be scored is replaced by its error.
+    """Return the items of the JSON body `{"items": [...]}` in order, with an error in place of each unusable item.
 
     Raises:
         MalformedError: the body is not such an object, or has no items.

@@ -1,10 +1,10 @@
-"""The messages between the service and the processes that it starts: msgpack, each message behind its length.
+"""The messages between the service and its child processes: msgpack, each preceded by its length in 4 bytes.
 
     service --LoadRule, ScoreItems--> worker (process_pool) --Reply--> service
     service --ScoreRequest, CancelRequest--> model process (model_server) --BatchStarted, ScoreAnswer--> service
 
-A model process, whose argument says what to load, begins with `Loaded` or `LoadFailed`. It sends `BatchStarted` before
-it computes a batch, and one `ScoreAnswer` for each request.
+A model process gets the models to load as a command-line argument, and first sends `Loaded` or `LoadFailed`. It sends
+`BatchStarted` before it computes a batch, and one `ScoreAnswer` for each request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTH = struct.Struct(">I")
 
 
 class LoadRule(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Load rule `rule`; answered by a Reply. `is_batch`: the function takes a list of items."""
+    """Ask a worker to load rule number `rule`; it sends one Reply. `is_batch`: the function takes a list of items."""
 
     number: int
     rule: int
@@ -32,7 +32,7 @@ class LoadRule(msgspec.Struct, tag="load", array_like=True, frozen=True):
 
 
 class ItemMessage(msgspec.Struct, array_like=True, frozen=True):
-    """An item on its way to a worker."""
+    """An item as it is sent to a worker."""
 
     prompt: str
     response: str
@@ -42,7 +42,7 @@ class ItemMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ScoreItems(msgspec.Struct, tag="score", array_like=True, frozen=True):
-    """Apply rule `rule` to items; answered by one Reply for all of them, or by one for each, in order."""
+    """Ask a worker to apply rule number `rule`. It sends one Reply for all items (`is_batch`), else one per item."""
 
     number: int
     rule: int
@@ -50,10 +50,10 @@ class ScoreItems(msgspec.Struct, tag="score", array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The outcomes of the LoadRule with this number, or of the next items of the ScoreItems.
+    """The outcomes of the LoadRule with this number, or of the next items of the ScoreItems with this number.
 
-    A LoadRule has one outcome, which is no Failure when the rule was loaded. `cpu_s` is the CPU time of the worker
-    since it was started, `pid` its process.
+    A LoadRule has one outcome, which is a Failure unless the rule was loaded. `cpu_s`: CPU seconds that the worker has
+    used since its start. `pid`: the worker's process id.
     """
 
     number: int
@@ -66,8 +66,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
     """Score one completion.
 
     Attributes:
-        finished: whether the response ended by itself.
-        alone: whether it needs a batch of its own, because a process may have died over it.
+        finished: whether the response ended by itself and was not cut off.
+        alone: whether the request needs a batch of its own, because it may have killed an earlier process.
     """
 
     number: int
@@ -78,7 +78,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Nobody waits for a request any more; it is answered all the same, at once where its batch has not started."""
+    """Cancel a request. It still gets an answer: a Failure at once, or its score if its batch has started."""
 
     number: int
 
@@ -96,7 +96,7 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, kw_only=True, tag="batch_started"):
-    """These requests are computed from now on, together."""
+    """The model process begins to compute these requests as one batch."""
 
     numbers: list[int]
 
@@ -113,7 +113,7 @@ FromModels = Loaded | LoadFailed | BatchStarted | ScoreAnswer
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return the bytes of a message with its length in front.
+    """Return a message as bytes, with its length in front.
 
     Raises:
         UnicodeEncodeError: a text holds half of a surrogate pair.
@@ -124,7 +124,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Return the next message without its length; None where the stream ends before it does."""
+    """Return the bytes of the next message without its length; None if the stream ends before the message does."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -133,7 +133,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Say how a process ended."""
+    """Return a phrase that says how a process ended; a negative exit code is a signal, None is unknown."""
     if code is None:
         return "its exit code is not known"
     if code >= 0:

@@ -1,14 +1,15 @@
 """The reward of a task: a cache of known scores, the task's scorers as components, and their weighted sum with gates.
 
-    gates, in their order:  a score below its gate -> 0; no other component is asked for the item
-    all others at once:     sum of weight times score, gates with a weight included
-    a score that was asked for is unknown:  the reward is unknown, for the same reason
+    gates, one after the other:  a score below its gate: the reward is 0, and no other component scores the item
+    all others at once:          the reward is the sum of weight times score, gates with a weight included
+    a component has a Failure:   the reward is a Failure with the same reason
 
-A component can be unwell in three ways, which /readyz tells apart (service.py):
+A component can have three kinds of problem, which /readyz tells apart (service.py):
 
-    it does not start, or its process is gone    the service is not ready
-    something that it asks elsewhere is away     its task is not ready, the service is: others are scored meanwhile
-    it raises for every item                     it is broken: waiting does not help, so the run has to stop
+    it did not start, or its workers are gone       the service is not ready
+    away: an endpoint fails, or a model process     its task is not ready; the service is, and scores the other tasks
+          that has worked before is started again
+    broken: it raises for every item                waiting does not help, so the run has to stop
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from tba_reward.metrics import Metrics
 from tba_reward.scorer import OK, Failure, InlineScorer, Item, Outcome, Scorer, checked
 
 CHUNK_ITEMS = 64
-"""Items that a scorer is asked for at once. Scores are kept chunk by chunk, also where the request ends before."""
+"""Most items of one call of a cached scorer. Each call's scores are cached, even if the request fails later."""
 RESTART_S = 10.0
-"""Pause before a scorer that did not start is started again."""
+"""Pause before the next attempt to start a scorer that failed to start."""
 BROKEN_ITEMS = 32
-"""A scorer that raises for so many different items, and has scored none since the start, is broken."""
+"""A scorer is broken when it has raised for this many different items and has scored none."""
 IDLE = "idle"
 VERSION_HEX = 12
 log = get_logger("scorer")
 
 
 class ScoreCache:
-    """Scores by content, of all scorers together; the least recently used one is evicted first.
+    """A cache of scores for all scorers, by scorer version and item content; evicts the least recently used.
 
-    Failures are never kept: asked again, they may be scored.
+    Failures are never cached, because a later attempt may succeed.
     """
 
     def __init__(self, max_items: int, metrics: Metrics) -> None:
@@ -50,7 +51,7 @@ class ScoreCache:
         self._scores: OrderedDict[bytes, float] = OrderedDict()
 
     async def score(self, scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order; ask the scorer once for each content whose score is not known."""
+        """Return one outcome per item, in order. Score each content once, and only if its score is not cached."""
         version = scorer.version
         keys = [content_key(version, item) for item in items]
         found, asked = dict[bytes, Outcome](), dict[bytes, Item]()
@@ -69,7 +70,7 @@ class ScoreCache:
         return [found[key] for key in keys]
 
     async def _ask(self, scorer: Scorer, chunk: Sequence[tuple[bytes, Item]]) -> dict[bytes, Outcome]:
-        """Return outcomes by key, and keep the scores among them."""
+        """Score (key, item) pairs, cache the scores, and return all outcomes by key."""
         outcomes = await scorer.score([item for _, item in chunk])
         found = {key: outcome for (key, _), outcome in zip(chunk, outcomes, strict=True)}
         # at once, not when the whole request is done: it may be cancelled before
@@ -83,7 +84,7 @@ class ScoreCache:
 
 
 def content_key(version: str, item: Item) -> bytes:
-    """Return a digest of everything that a score may depend on."""
+    """Return a digest of the scorer's version and of all fields of the item that its score may depend on."""
     tokens = "" if item.response_tokens is None else json.dumps(list(item.response_tokens))
     data = json.dumps(dict(item.data), sort_keys=True)
     parts = (version, item.prompt, item.response, item.finish_reason, data, tokens)
@@ -97,10 +98,10 @@ def content_key(version: str, item: Item) -> bytes:
 
 
 class RewardComponent:
-    """A scorer with its place in a reward.
+    """One scorer of a task, with its weight, gate and health.
 
     Args:
-        cache: of known scores; None where the scorer is always asked.
+        cache: scores that are known already, not used for an inline scorer; None: every item is scored.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RewardComponent:
     ) -> None:
         self.task, self.name, self.spec, self.weight = task, name, spec, spec.factor
         self.is_inline = isinstance(scorer, InlineScorer)
-        """Whether it runs in the service itself: it waits for nothing else, so it never counts as pending."""
+        """Whether the scorer runs in the service's own process. Its items never wait, and do not count as pending."""
         self._scorer, self._metrics = scorer, metrics
         self._cache = None if self.is_inline else cache  # looking a score up costs as much as scoring inline
         self._starting: asyncio.Task[None] | None = None
@@ -123,41 +124,41 @@ class RewardComponent:
         self._problem = IDLE
         self._was_well = False
         self._raised: set[bytes] | None = set()
-        """Different items that raised; None: one was scored, so that the scorer is not broken."""
+        """Digests of the different items that raised; None after one was scored, because the scorer then works."""
         self.broken: str | None = None
-        """The error that it raises for every item."""
+        """The error that the scorer raises for every item; None if it is not broken."""
 
     @property
     def version(self) -> str:
-        """The version of its scorer."""
+        """The scorer's version (`Scorer.version`)."""
         return self._scorer.version
 
     @property
     def health(self) -> str:
-        """`ok`, `idle` before it is first needed, or a sentence that says what is wrong."""
+        """`ok`, `idle` if it was never started, or a sentence that says what is wrong."""
         return self._problem or self.broken or self._scorer.health()
 
     @property
     def is_away(self) -> bool:
-        """Whether the problem may pass and concerns no other task."""
+        """Whether an endpoint fails, or a model process that has worked before is started again: waiting may help."""
         if self.health == OK or not self._tried.is_set() or self.broken is not None:
             return False
         # an endpoint is away, or a process of models that was well is started again
         return isinstance(self.spec, HttpSpec) or (self._was_well and isinstance(self.spec, ModelScorerSpec))
 
     def start(self) -> None:
-        """Start in the background; do nothing where that was done before."""
+        """Start the scorer in the background, with another attempt every RESTART_S; do nothing if called before."""
         if self._starting is None:
             self._problem = STARTING
             self._starting = asyncio.create_task(self._start(), name=f"start {self.task} {self.name}")
 
     async def wait_started(self) -> None:
-        """Start, and wait for the end of the first attempt."""
+        """Start the scorer, and wait until the first attempt has succeeded or failed."""
         self.start()
         await self._tried.wait()
 
     async def close(self) -> None:
-        """Stop it."""
+        """Stop the scorer, or cancel its start."""
         if self._starting is None:
             return
         # its start may be under way, or be waiting for the next attempt
@@ -166,7 +167,10 @@ class RewardComponent:
         await self._scorer.close()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order, whatever the scorer does."""
+        """Return one outcome per item, in order. An error of the scorer becomes a Failure of every item.
+
+        Where the recipe sets `unreadable` to a number, it replaces Failures that the response is to blame for.
+        """
         if not items:
             return []
         start_s = time.perf_counter()
@@ -214,7 +218,7 @@ class RewardComponent:
         return [each if isinstance(each, Failure) else checked(each) for each in outcomes]
 
     def _watch(self, items: Sequence[Item], outcomes: Sequence[Outcome]) -> None:
-        """Notice that the scorer raises for every item."""
+        """Set `broken` once the scorer has raised for BROKEN_ITEMS different items and has scored none."""
         # only a scorer that runs here can be broken: an endpoint that fails is away
         if self._raised is None or isinstance(self.spec, HttpSpec):
             return
@@ -233,7 +237,7 @@ class RewardComponent:
 
 @dataclass(slots=True)
 class ItemReward:
-    """The known scores of one item by component, and in the end the reward or why there is none."""
+    """The scores of one item by component name, and its reward or Failure; None while neither is known."""
 
     parts: dict[str, float] = field(default_factory=dict)
     outcome: Outcome | None = None
@@ -243,7 +247,8 @@ class CompositeReward:
     """The reward of one task.
 
     Args:
-        is_required: whether the service is ready only when this is healthy; otherwise the first item starts it.
+        is_required: whether the service starts this task at once, and is ready only when the task is. Otherwise the
+            first item starts it.
     """
 
     def __init__(self, task: str, components: Sequence[RewardComponent], *, is_required: bool) -> None:
@@ -253,7 +258,7 @@ class CompositeReward:
 
     @property
     def is_inline(self) -> bool:
-        """Whether its items wait for nothing."""
+        """Whether all its scorers run in the service's own process."""
         return all(each.is_inline for each in self.components)
 
     @property
@@ -276,12 +281,12 @@ class CompositeReward:
 
     @property
     def is_away(self) -> bool:
-        """Whether the only problem is that something elsewhere is away."""
+        """Whether the task has a problem, and each component with a problem is away."""
         return self.health not in (OK, IDLE) and all(each.health == OK or each.is_away for each in self.components)
 
     @property
     def broken(self) -> str | None:
-        """The component that raises for every item, with its error; or None."""
+        """`NAME: ERROR` of the first component that raises for every item; None if there is none."""
         return next((f"{each.name}: {each.broken}" for each in self.components if each.broken is not None), None)
 
     def start(self) -> None:

@@ -54,7 +54,7 @@ class Metrics:
         )
 
     def record_results(self, task: str, results: Sequence[str], elapsed_s: float | None = None) -> None:
-        """Count the results of a task in one request; `elapsed_s` is None where they were refused at once."""
+        """Count a task's results in one request; `elapsed_s` is None if the items were refused without scoring."""
         # one increment per label and not per item: a request holds up to a thousand
         for result, number in Tally(results).items():
             self._verifications.labels(task, result).inc(number)
@@ -62,7 +62,7 @@ class Metrics:
             self._seconds.labels(task).observe(elapsed_s)
 
     def record_outcomes(self, task: str, scorer: str, outcomes: Sequence[Outcome], elapsed_s: float) -> None:
-        """Count the outcomes of a scorer."""
+        """Count a scorer's outcomes in one request, by result, and record the seconds that they took."""
         results = [outcome.reason if isinstance(outcome, Failure) else "scored" for outcome in outcomes]
         for result, number in Tally(results).items():
             self._scores.labels(task, scorer, result).inc(number)

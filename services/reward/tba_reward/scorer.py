@@ -1,5 +1,4 @@
-"""The types of scoring: an item, its outcome, the `Scorer` protocol, the rules that most scorers apply; and the scorer
-that applies a rule inside the service."""
+"""The types of scoring: items, outcomes, rules and the `Scorer` protocol; and the scorer that applies a rule inline."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ NOT_OF_SCORES = {
     *("model", "victim", "classifier"),
     *("device", "trust_remote_code", "batch_tokens", "batch_wait_s", "num_threads"),
 }
-"""Fields of a spec that say how its score is used, where models are (the digest of their files counts), or how they are
-run; the others decide what the score is."""
+"""Fields of a spec that do not decide what its scores are: they say how a score is used, or where and how models run.
+The digest of the model files is part of the version instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class Item:
     finish_reason: str = "stop"
     """`stop`, `stop_string`, `length` or `abort`."""
     response_tokens: Sequence[int] | None = None
-    """The response as token ids, where the client has sent them."""
+    """The response as token ids; None if the client has not sent them."""
 
     @property
     def is_finished(self) -> bool:
@@ -56,10 +55,10 @@ class Failure:
 
     reason: ScoreReason
     detail: str
-    """Bare of what a URL may hold: it is stored with the rollout, exported, and shown to everybody by /readyz."""
+    """An explanation, stored with the rollout, exported, and shown to everybody by /readyz; so URLs keep no secrets."""
 
     def __post_init__(self) -> None:
-        """Bare the detail."""
+        """Remove user, password and options from the URLs in the detail."""
         object.__setattr__(self, "detail", with_bare_urls(self.detail))
 
 
@@ -80,24 +79,24 @@ class Scorer(Protocol):
 
         def build(spec: KindSpec, tools: Tools) -> Scorer: ...
 
-    It starts nothing and runs no foreign code. It raises ConfigError for an error that can be known without that, for
-    example a package that is not installed. Most kinds return one of these scorers, and have nothing to do but to write
-    a `Rule`:
+    `build` starts nothing and runs no foreign code. It raises ConfigError for an error that it can see without that,
+    for example a package that is not installed. Most kinds return one of these scorers, and only have to write a
+    `Rule`:
 
         InlineScorer       (below)                       a rule in a thread of the service; its time must be bounded by
                                                          the length of the text
         ProcessPoolScorer  (scorers/in_process_pool.py)  a rule in worker processes that are killed at the deadline
         ModelServerScorer  (scorers/in_model_server.py)  a neural network in a process of its own
 
-    The life of a scorer: `build`, `start` (again every 10 s until `health` is `ok` after it), many `score` calls at
-    once, `close`. A failed score is unknown, never a number.
+    The calls in order: `build`; `start`, repeated every 10 s until `health` is `ok`; many `score` calls at once;
+    `close`. A failed score is unknown, never a number.
     """
 
     @property
     def version(self) -> str:
         """Digest of everything that decides what a score is, from `version_of`; final once `start` has returned.
 
-        It changes whenever the same item may get another score: known scores are kept and compared by it.
+        It changes whenever the same item may get another score, because cached scores are looked up by it.
         """
         ...
 
@@ -106,7 +105,7 @@ class Scorer(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop everything that was started; `score` calls under way end with failures."""
+        """Stop everything that was started; `score` calls in progress return Failures."""
         ...
 
     def health(self) -> str:
@@ -116,8 +115,8 @@ class Scorer(Protocol):
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Return one outcome per item, in order.
 
-        It never raises because of an item, and it ends by the deadline of its items (`timeout_s`): each item
-        without a score has a Failure. When it is cancelled, it gives up all work for these items.
+        An item never makes it raise: an item without a score gets a Failure. It returns by the deadline of its items
+        (`timeout_s`). When it is cancelled, it stops all work for these items.
         """
         ...
 
@@ -125,13 +124,13 @@ class Scorer(Protocol):
 Params = Mapping[str, Any]
 """Settings of a rule, as JSON values."""
 Rule = Callable[[Item, Params], float]
-"""(item, params) -> score; raises NoScoreError for "no score"; stateless, at the top level of its module."""
+"""(item, params) -> score. A rule raises NoScoreError for "no score", keeps no state, and is a top-level function."""
 BatchRule = Callable[[Sequence[Item], Params], list[Outcome]]
-"""(items, params) -> an outcome each, in order; raises nothing but MemoryError because of an item."""
+"""(items, params) -> one outcome per item, in order. An item may make it raise MemoryError, and nothing else."""
 
 
 class NoScoreError(TbaError, ValueError):
-    """A rule has no score for an item, for this `reason`."""
+    """A rule cannot score an item; `reason` becomes the reason of its Failure."""
 
     slug = "no-score"
     status = 422
@@ -146,14 +145,14 @@ class BadDataError(NoScoreError):
 
 
 class AmbiguousError(NoScoreError):
-    """The response can be read in more than one way, so that it is neither right nor wrong."""
+    """The response cannot be read, or can be read in more than one way: it is neither right nor wrong."""
 
     slug = "ambiguous"
     reason: ScoreReason = "ambiguous"
 
 
 def outcome_of(rule: Rule, item: Item, params: Params) -> Outcome:
-    """Apply a rule; every error becomes a Failure."""
+    """Apply a rule to an item and return its score; every exception becomes a Failure."""
     try:
         return checked(rule(item, params))
     except (Exception, SystemExit) as error:  # a rule may be foreign code and raise anything; it is reported
@@ -161,7 +160,7 @@ def outcome_of(rule: Rule, item: Item, params: Params) -> Outcome:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return an exception of a rule as the reason why there is no score."""
+    """Return the Failure for an exception that a rule has raised."""
     if isinstance(error, NoScoreError):
         return Failure(error.reason, str(error))
     if isinstance(error, MemoryError):
@@ -194,10 +193,10 @@ def gold_answers(item: Item, field: str) -> Sequence[object]:
 
 
 def score_any(golds: Sequence[object], rule: Callable[[object], bool]) -> float:
-    """Return 1.0 if an answer is one of the gold answers by a rule, else 0.0.
+    """Return 1.0 if `rule` is true for one of the gold answers, else 0.0.
 
     Raises:
-        BadDataError: the rule cannot read one of them, and none of the others is the answer.
+        BadDataError: the rule raised it for a gold answer, and is true for no other one.
     """
     bad: BadDataError | None = None
     for gold in golds:
@@ -221,15 +220,15 @@ def version_of(spec: ScorerSpec, implementation: int, *digests: str) -> str:
     """Return the hexadecimal digest of everything that decides what a score is.
 
     Args:
-        implementation: raised whenever the code may give another number for the same input.
-        digests: of everything else that decides, for example model files, or the version of a package.
+        implementation: a number that grows whenever the code may give another score for the same input.
+        digests: texts for everything else that decides, for example digests of model files, or package versions.
     """
     document = json.dumps([params_of(spec), implementation, *digests], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()
 
 
 def installed_version(kind: str, package: str, *, extra: str) -> str:
-    """Return the release of a package that a kind of scorer needs."""
+    """Return the version of a package that a kind of scorer needs; ConfigError names the extra if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
@@ -239,7 +238,7 @@ def installed_version(kind: str, package: str, *, extra: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return a detail that can be sent as JSON: bounded, without lone surrogates."""
+    """Return a detail that can be sent as JSON: cut to MAX_DETAIL_CHARS, and without lone surrogates."""
     return text[:MAX_DETAIL_CHARS].encode("utf-8", "replace").decode()
 
 
@@ -249,7 +248,7 @@ _INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
 
 class InlineScorer:
-    """Applies a rule to one item after the other, off the event loop; requests take turns after each chunk of items."""
+    """Applies a rule to one item after another in a thread; concurrent requests take turns after each chunk of items."""
 
     def __init__(self, rule: Rule, params: Params, *, version: str) -> None:
         self._rule, self._params, self.version = rule, params, version

@@ -1,11 +1,11 @@
-"""The tasks that a service scores, and the way of a batch of completions to one result each.
+"""The tasks that the service scores, and how each completion of a request gets its result.
 
     POST /v1/score -> RewardService.score -> per task: CompositeReward -> components: inline, in worker processes,
                                                                           in model processes, over HTTP
 
 A request waits for its slowest item. Every item has a deadline in each of its scorers. A request that takes longer than
-`request_timeout_s` is refused (503; parts of it that were done by then are in the cache). When more than
-`max_pending` are in work, new ones are refused ("reward-workers", 429). A failure never becomes a number here.
+`request_timeout_s` is refused (503); the scores known by then stay in the cache. When more than `max_pending` items are
+in work, new requests are refused ("reward-workers", 429). A failure never becomes a number here.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ BUILT_IN: Mapping[str, TaskReward] = {
     "gsm8k": TaskReward(scorers=[LastNumberSpec(kind="last_number")]),
     "math": TaskReward(scorers=[MathSpec(kind="math")]),
 }
-"""Tasks that need no entry in a recipe. Those that need worker processes start with their first item."""
+"""Tasks that need no entry in a recipe. A built-in task that needs worker processes starts with its first item."""
 UNKNOWN = "unknown"
-"""Label of all unknown tasks in metrics: one label per misspelt task would grow without bound."""
+"""Metric label of unreadable items and unknown tasks: one label per misspelt task would grow without bound."""
 log = get_logger("tasks")
 
 
 def build_tasks(
     section: RewardSection, tools: Tools, cache: ScoreCache, metrics: Metrics
 ) -> dict[str, CompositeReward]:
-    """Return all tasks by name; nothing is started."""
+    """Return all tasks by name, not started. A built-in task whose package is not installed is left out."""
     tasks: dict[str, CompositeReward] = {}
     for task, config in sorted({**BUILT_IN, **section.tasks}.items()):
         is_asked_for = task in section.tasks
@@ -59,10 +59,10 @@ def build_tasks(
 
 
 class RewardService:
-    """Scores completions, and knows the health of every task.
+    """Scores completions, and reports the health of every task.
 
     Args:
-        max_pending: most items in work at once that wait for something; one request may be larger.
+        max_pending: most items in work at once, inline ones not counted; a single request may have more.
         request_timeout_s: deadline of a request.
     """
 
@@ -108,11 +108,11 @@ class RewardService:
         return "; ".join(bad) or None
 
     def away(self) -> str | None:
-        """Return the tasks that are not ready because something elsewhere is away, with their problems; or None."""
+        """Return the tasks that are away (`CompositeReward.is_away`) with their problems, or None if there are none."""
         return "; ".join(f"{name}: {task.health}" for name, task in self.tasks.items() if task.is_away) or None
 
     async def score(self, items: Sequence[ScoreItem | ScoreResult]) -> list[ScoreResult]:
-        """Return one result per item, in order; an entry that is a result already stays.
+        """Return one result per item, in order; an item that is a ScoreResult already (an error) is returned as it is.
 
         Raises:
             BusyError: too many items are in work.
@@ -155,7 +155,7 @@ class RewardService:
         return [results[at] for at in range(len(items))]
 
     async def _score_task(self, name: str, items: Mapping[int, ScoreItem]) -> dict[int, ScoreResult]:
-        """Return the results of the items of a task, by their places in the request."""
+        """Score the items of one task, and return their results by index in the request."""
         task, start_s = self.tasks[name], time.perf_counter()
         rewards = await task.score(
             [
@@ -194,6 +194,6 @@ def _label(result: ScoreResult) -> str:
 
 
 def failed(item_id: str, failure: Failure) -> ScoreResult:
-    """Return the result of an item without a score."""
+    """Return the result of an item that has no score."""
     error = ScoreError(reason=failure.reason, detail=clean(failure.detail))
     return ScoreResult(item_id=item_id, error=error)

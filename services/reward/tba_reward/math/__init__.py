@@ -1,1 +1,1 @@
-"""Maths answers: where the answer of a response stands, and whether it is the gold answer (docs/rewards.md)."""
+"""Find the answer in a response to a maths question, and compare it with the gold answer (docs/rewards.md)."""

@@ -1,15 +1,16 @@
-"""Whether an answer is the gold answer. Plain answers are compared here, all others by math-verify.
+"""Decide whether an answer equals the gold answer. Plain answers are compared here, all others by math-verify.
 
-Both sides are the content of a box, without their units (units.py). In this order:
+Both are the content of a box, and their units are removed (units.py). The steps, in order:
 
-1. The same text but for spacing and dollar signs: right, also where neither can be read.
-2. Two plain numbers or collections of them (numbers.py), two times of day, two numbers with a base, words on either
-   side (text_answers.py): each is compared as such.
-3. A text with words that are no mathematics is not read (`is_prose`); math-verify parses the others. Rational numbers
-   are compared exactly, expressions that differ at some point are different, and math-verify compares the rest.
+1. Texts that differ only in spacing and dollar signs are equal, even if neither can be read.
+2. Plain numbers and collections of them (numbers.py), times of day, numbers with a base, and words (text_answers.py)
+   have their own comparisons.
+3. An answer with words that are not mathematics cannot be read (`is_prose`). math-verify parses all others.
+   Rational numbers are compared exactly. Expressions with different values at a test point are different. math-verify
+   compares the rest.
 
-math-verify guards itself with `signal.alarm`, which does not work in every thread. Its guards are off here
-(`parsing_timeout=None`), and **a caller must be able to kill the process**.
+math-verify limits its own time with `signal.alarm`, which works only in the main thread. Its limits are off here
+(`parsing_timeout=None`), so **a caller must be able to kill the process**.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from tba_reward.math.text_answers import (
 from tba_reward.math.units import without_unit
 
 _POINTS = ((Rational(7312, 10_000), Rational(10_871, 10_000)), (Rational(21_934, 10_000), Rational(5317, 10_000)))
-"""Two points at which expressions are evaluated. Of each pair the first variable, by name, gets the first number, and
-each further one the number before it times the second."""
+"""Two points at which expressions are evaluated, each as (first, factor). The first variable in alphabetical order gets
+`first`; each further one gets the value of the variable before it times `factor`."""
 _DIGITS = 15
 _CLEAR_DIFFERENCE = 1e-6
-"""A relative difference that no rounding of 15 digits makes."""
+"""Values with a larger relative difference are different; rounding to 15 digits cannot cause it."""
 MAX_BARE_CHARS = 200
-"""A longer text is prose, not an answer alone."""
+"""Longest text without a box that may be an answer and nothing else; a longer one is prose."""
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # each warns once that its timeouts are off, which is on purpose
@@ -57,7 +58,7 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=replace(LatexExtractionConfig().normalization_config, units=False),
 )
-"""Its own rule for units is off: it drops any text after a number, and a variable with the name of a unit (`4m`)."""
+"""math-verify's removal of units is off: it drops any text after a number, and variables named like units (`4m`)."""
 _ROMAN_LETTER = re.compile(r"\\mathrm\s*\{\s*([A-Za-z])\s*\}")
 _FONT_ALONE = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*[0-9][^{}]*)\}")
 _NUMBER_FIRST = re.compile(r"\s*([^A-Za-z]*[0-9])\s*([^0-9]*)", re.ASCII)
@@ -69,7 +70,7 @@ _RAISED, _LOWERED = re.compile(f"[{_SUPERSCRIPTS}]+"), str.maketrans(_SUPERSCRIP
 _SPECIAL_TOKEN = r"(?:<\|[A-Za-z0-9_]+\|>|</?s>|<(?:[be]os|pad|(?:start|end)_of_turn)>)"
 _TOKENS_AROUND = re.compile(rf"^(?:\s*{_SPECIAL_TOKEN})+|(?:{_SPECIAL_TOKEN}\s*)+$")
 _COUNTED = "[颗个個元円只隻人名位岁歳本张張枚条件支台次天页米克块棵개명원권]"
-"""What Chinese, Japanese and Korean count, without a space behind a number. Other signs change it: `5万`, `负5`."""
+"""Chinese, Japanese and Korean counter words, which follow a number and do not change it; `5万` (50,000) has none."""
 _COUNTED_AFTER = re.compile(rf"(?<=[0-9}}])\s*{_COUNTED}(?![\u3400-\u9fff\uac00-\ud7af])")
 _SAID_BEFORE = re.compile(r"^[一总]?共\s*(?=[-0-9\\])")
 _ARTICLE = re.compile(r"^(?:the\s+(?=\S)|an?\s+(?=[0-9]))", re.IGNORECASE)
@@ -93,11 +94,11 @@ _DASH_SIGN = re.compile(r"^\s*[\u2010-\u2013]\s*(?=[0-9.\\])")
 _OUTER = re.compile(r"\s*(?:\$\$?|\\[(\[])?(.*?)(?:\$\$?|\\[)\]])?\s*\.?\s*", re.DOTALL)
 
 Parsed = tuple[Any, ...]
-"""A text as math-verify parses it: at most one expression of sympy, then the text that it was parsed from."""
+"""The result of math-verify's parser: a sympy expression, if there is one, then the text that it was parsed from."""
 
 
 class UnreadableError(ValueError):
-    """An answer cannot be read as mathematics, or not be compared: it is neither right nor wrong."""
+    """An answer cannot be read as mathematics, or cannot be compared: it is neither right nor wrong."""
 
 
 class UnreadableGoldError(UnreadableError):
@@ -106,9 +107,9 @@ class UnreadableGoldError(UnreadableError):
 
 @lru_cache(maxsize=8192)
 def same_answer(gold: str, answer: str) -> bool:
-    """Return whether the answer is the gold one; both are the content of a box.
+    """Return whether an answer equals the gold answer; both are the content of a box.
 
-    Results are kept, because the responses to a prompt often agree.
+    Results are cached, because the responses to a prompt often agree. Raises UnreadableError as `same_value` does.
     """
     if without_spaces(gold) == without_spaces(answer) != "":
         return True
@@ -118,7 +119,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def _compare(gold: str, answer: str, parsed: Callable[[], Parsed]) -> bool:
-    """Compare two normalized texts plainly, else as mathematics."""
+    """Return whether two normalized texts are equal: without parsing if possible, else by value (`parsed()`)."""
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly
@@ -128,7 +129,7 @@ def _compare(gold: str, answer: str, parsed: Callable[[], Parsed]) -> bool:
 
 
 def same_anywhere(gold: str, text: str) -> bool:
-    """Return whether a text without a box is the gold answer, or what math-verify finds in it is."""
+    """Return whether a text without a box, or the expression that math-verify finds in it, equals the gold answer."""
     # of a text that is nothing but the answer math-verify may take a part: the last number, the last formula
     bare = _ANSWER_IS.split(text)[-1]
     if len(bare) <= MAX_BARE_CHARS:
@@ -145,7 +146,7 @@ def same_anywhere(gold: str, text: str) -> bool:
 
 
 def check_gold(gold: str) -> None:
-    """Parse a gold answer, and compare it with itself and with 1: both are fast unless the gold itself is slow."""
+    """Parse a gold answer and compare it with itself and with 1. This is slow only if the gold answer is to blame."""
     gold, _ = normalize_gold(gold)
     if _compare_plainly(gold, "") is None:
         same_value(parse_gold(gold), parse_gold(gold))
@@ -154,10 +155,10 @@ def check_gold(gold: str) -> None:
 
 
 def normalize_gold(gold: str) -> tuple[str, frozenset[str]]:
-    """Return a gold answer as `normalize` makes it, and the units of the answers with the words after its number.
+    """Return the normalized gold answer, and the words after its number, which count as units in the answers.
 
     Raises:
-        UnreadableGoldError: it is prose.
+        UnreadableGoldError: the gold answer is prose.
     """
     units = frozenset(words_after_number(normalize(gold)))
     gold = normalize(gold, units)
@@ -169,7 +170,7 @@ def normalize_gold(gold: str) -> tuple[str, frozenset[str]]:
 def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
     r"""Return a text without its unit, and without the dollar signs, white space and full stop around it.
 
-    `\mathrm{e}` is `e`, `\text{7}` is `7`, and signs that are one character (a half, a root) are their LaTeX.
+    `\mathrm{e}` becomes `e`, `\text{7}` becomes `7`, and Unicode signs such as a half or a root become LaTeX.
     """
     text = " ".join(_TOKENS_AROUND.sub("", text).split())  # first: _OUTER takes cubic time on a long run of spaces
     match = _OUTER.fullmatch(text)
@@ -189,7 +190,7 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
 
 
 def _with_commands(text: str) -> str:
-    r"""Return a formula with `\pi` and `\sqrt{2}` for `pi` and `sqrt(2)`, which math-verify reads as letters."""
+    r"""Return a formula with `pi` and `sqrt(2)` made `\pi` and `\sqrt{2}`: math-verify reads bare names as letters."""
     text = _FUNCTION.sub(r"\\\1 ", _CONSTANT.sub(lambda match: r"\pi " if match[1] else r"\infty ", text))
     at = 0
     while (match := _CALL.search(text, at)) is not None:
@@ -206,12 +207,12 @@ def _with_commands(text: str) -> str:
 
 
 def without_spaces(text: str) -> str:
-    """Return a text without spaces that separate nothing, and without the size of brackets."""
+    r"""Return a text without spaces that separate nothing, and without `\left` and `\right`."""
     return _SPACES.sub("", " ".join(text.split()))
 
 
 def _compare_plainly(gold: str, answer: str) -> bool | None:
-    """Return whether two answers are the same without parsing them; None if that cannot be told."""
+    """Return whether two answers are equal, without parsing them; None if only parsing can tell."""
     if without_spaces(gold) == without_spaces(answer):
         return True
     for same in (same_number, same_collection, same_time_of_day, same_in_base, same_words):
@@ -226,7 +227,7 @@ def _compare_plainly(gold: str, answer: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def parse_gold(gold: str) -> Parsed:
-    """Return the gold answer as math-verify parses it. Results are kept: the responses to one prompt share it."""
+    """Return the gold answer as math-verify parses it. Results are cached for the other responses to the prompt."""
     try:
         parsed = parse_answer(gold)
     except UnreadableError as error:
@@ -240,7 +241,7 @@ def parse_answer(content: str) -> Parsed:
     r"""Return the content of a box as math-verify parses it.
 
     Raises:
-        UnreadableError: it cannot be parsed, or the parsed expression lacks some of its digits.
+        UnreadableError: it cannot be parsed, its power of ten is too large, or the parser has dropped digits.
     """
     number = plain_number(content)
     # sympy would multiply the power out
@@ -256,7 +257,7 @@ def parse_answer(content: str) -> Parsed:
 
 
 def _digits(text: str) -> Counter[str]:
-    """Return how often each digit occurs outside of exponents: the exponents of units are rightly dropped."""
+    """Return how often each digit occurs outside exponents, which the parser may drop with a unit (`cm^2`)."""
     return Counter(re.findall("[0-9]", _EXPONENT.sub("", text)))
 
 
@@ -313,7 +314,7 @@ def same_value(gold: Parsed, answer: Parsed) -> bool:
 
 
 def _check_computable(part: Any) -> None:
-    """Raise MemoryError or RecursionError where a value has one: math-verify swallows them, and says "different"."""
+    """Raise MemoryError or RecursionError if evaluation does: math-verify swallows both and says "different"."""
     try:
         if isinstance(part, Basic | MatrixBase):
             part.doit()
@@ -324,7 +325,7 @@ def _check_computable(part: Any) -> None:
 
 
 def with_imaginary_unit(part: Any) -> Any:
-    """Return the expression with the imaginary unit for the letter `i`, which math-verify parses as a variable."""
+    """Return the expression with the imaginary unit in place of the variable `i`, as math-verify parses that letter."""
     if not isinstance(part, Basic | MatrixBase):
         return part
     letters = {symbol: I for symbol in part.free_symbols if str(symbol) == "i"}
@@ -332,7 +333,10 @@ def with_imaginary_unit(part: Any) -> Any:
 
 
 def same_rational(gold: Any, answer: Any) -> bool | None:
-    """Return whether two rational numbers are the same; None if one side is not rational or is a percentage."""
+    """Return whether two rational numbers are equal; None if this cannot tell.
+
+    It cannot if a side is not rational or is a percentage, or if unequal sides include a decimal, which may be rounded.
+    """
     # math-verify takes 1/2^99 for 1/2^98: it looks at 15 digits of the difference
     if not (_is_expression(gold) and _is_expression(answer)) or gold.free_symbols or answer.free_symbols:
         return None
@@ -351,9 +355,9 @@ def _with_fractions(expression: Basic) -> Basic:
 
 
 def differ_somewhere(gold: Any, answer: Any) -> bool:
-    """Return whether two exact expressions clearly have different values at some point: then they are not the same.
+    """Return whether two exact expressions clearly have different values at a test point, and so are different.
 
-    It takes a millisecond, and saves the tens of milliseconds of a simplification that fails.
+    This takes 1 ms, and saves math-verify's attempt to simplify the difference to 0, which takes tens of ms.
     """
     # a word in LaTeX may be one symbol on one side and a product of letters on the other
     if any(not _is_expression(part) or part.has(Float) or isinstance(part, Symbol) for part in (gold, answer)):
@@ -372,8 +376,9 @@ def differ_somewhere(gold: Any, answer: Any) -> bool:
 
 
 def is_unsolved(part: Any) -> bool:
-    """Return whether this is an equation with a sum or product of an unknown and a number on its left: `x+1=5`, not
-    `a+b=5`. math-verify takes its right side for the answer.
+    """Return whether the left side of an equation is a sum or product that has a number: `x+1=5`, not `a+b=5`.
+
+    math-verify would wrongly take the right side of such an equation for the answer.
     """
     if not isinstance(part, Equality) or not part.lhs.free_symbols:
         return False
@@ -381,12 +386,12 @@ def is_unsolved(part: Any) -> bool:
 
 
 def _is_expression(part: Any) -> bool:
-    """Return whether this is an expression (no set, tuple, relation, matrix) without percent signs."""
+    """Return whether this is an expression without percent signs: no set, tuple, relation or matrix."""
     return isinstance(part, Expr) and not part.has(UnevaluatedExpr)
 
 
 def _value(expression: Expr, point: dict[Basic, Basic | float]) -> Expr | None:
-    """Return the value of an expression at a point, or None if it has no finite one or its digits are not sure."""
+    """Return the value of an expression at a point; None if it is not finite or its digits are not certain."""
     # strict: where all digits cancel out the value may be 0 (`x^2-x^2`), and no relative difference tells
     try:
         value = expression.evalf(_DIGITS, subs=point, strict=True)

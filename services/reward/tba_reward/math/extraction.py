@@ -5,9 +5,9 @@ The rule (docs/rewards.md has it for users):
 1. Text before the last `</think>`, or after a `<think>` that is not closed, is reasoning and holds no answer.
 2. A box is `\boxed{...}` or `\fbox{...}` with balanced braces, or `\boxed` and one letter or digit. One that is not
    closed (a response cut by its length limit) is no box; a box within a box belongs to the outer one.
-3. The last box is the answer: a model decides before it writes it down. Boxes directly before it are part of it when
-   only a comma, `and` or `or` stands between them: `\boxed{1} and \boxed{2}` answers `1, 2`.
-4. An `<answer>...</answer>` without a box after it is the answer: the box in it, else all of it.
+3. The last box is the answer. Boxes directly before it belong to the answer if only a comma, `and` or `or` stands
+   between them: `\boxed{1} and \boxed{2}` answers `1, 2`.
+4. If no box follows the last `<answer>...</answer>`, this element has the answer: its last box, else its whole content.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _JOINED = re.compile(
     rf"{_SPACE}(?:,|;|{_TEXT_AND_OR}|\band\b|\bor\b){_SPACE}(?:{_TEXT_AND_OR}|\band\b|\bor\b)?{_SPACE}"
 )
 MAX_JOIN_CHARS = 80
-"""The text between two boxes of one answer is short; longer texts are not matched."""
+"""Longest text that may stand between two boxes of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One box of a text: its content and its place."""
+    """One box of a text: its content, and its place as character positions."""
 
     content: str
     start: int
@@ -39,10 +39,10 @@ class Box:
 
 
 def after_reasoning(response: str, prompt: str = "") -> str:
-    """Return the response without its reasoning: the text after its last end, up to a reasoning that never ends.
+    """Return the response without its reasoning: the text after the last end tag, up to an opening tag after that.
 
     Args:
-        prompt: reasoning may begin at its end, as in some chat templates.
+        prompt: if it ends with an opening tag, as with some chat templates, the response begins inside the reasoning.
     """
     for begin, end in REASONING:
         _, ended, rest = response.rpartition(end)
@@ -55,10 +55,10 @@ def after_reasoning(response: str, prompt: str = "") -> str:
 
 
 def final_answer(text: str, *, is_cut_at_tag: bool = False) -> str | None:
-    """Return the content of the last box or answer element, the one that ends later; None if there is neither.
+    """Return the content of the last box or of the last answer element, whichever ends later; None if there is neither.
 
     Args:
-        is_cut_at_tag: whether the end of the last element may be missing, because a stop string ended the response.
+        is_cut_at_tag: whether the last `</answer>` may be missing, because a stop string ended the response.
     """
     before, ended, after = text.rpartition(_TAG_END)
     # the stop string was the end tag, which is not part of the response then
@@ -73,7 +73,7 @@ def final_answer(text: str, *, is_cut_at_tag: bool = False) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return the content of the last box, or of the last boxes if they are one answer; None if no box is closed.
+    """Return the content of the last box, or of all last boxes that form one answer; None if no box is closed.
 
     Time is linear in the length of the text.
     """

@@ -3,8 +3,8 @@ r"""The rule of kind `math`: 1 if the final answer of a response is the gold ans
 **Wrong (0)**: another value; no closed box and no answer element (unless `extract` is `anywhere`); a box that cannot
 be read and holds no letter or digit. **No score**: a gold answer that is missing, prose, or cannot be read
 (`bad_data`), an answer of more than MAX_ANSWER_CHARS characters (`too_long`), an answer that cannot be read or compared
-(`ambiguous`). Where the answer is to blame, the service gives the recipe's `unreadable` instead,
-0 by default (`tba_reward.composite_reward`).
+(`ambiguous`). For `too_long` and `ambiguous` the service gives the recipe's `unreadable` instead, 0 by default
+(`tba_reward.composite_reward`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AnswerTooLongError(NoScoreError):
 
 
 def score(item: Item, params: Params) -> float:
-    """Return 1.0 if the answer is the gold answer, or one of them, else 0.0.
+    """Return 1.0 if the answer is one of the gold answers, else 0.0.
 
     Raises:
-        BadDataError: no gold answer can be read.
+        BadDataError: a gold answer cannot be read, and no other gold answer is the answer.
         AnswerTooLongError: the answer has more than MAX_ANSWER_CHARS characters.
-        AmbiguousError: the answer cannot be read as mathematics, or not be compared.
+        AmbiguousError: the answer cannot be read as mathematics, or cannot be compared.
     """
     golds = gold_answers(item, params["field"])
     text = after_reasoning(item.response, item.prompt)
@@ -66,7 +66,7 @@ def score(item: Item, params: Params) -> float:
 
 
 def check(item: Item, params: Params) -> float:
-    """Read and compare all gold answers; return 0.0. It shows who is to blame for an item that took too long."""
+    """Read and compare the gold answers alone; return 0.0. If this is too slow too, they are to blame for a timeout."""
     for value in gold_answers(item, params["field"]):
         try:
             check_gold(gold_text(value, params["field"]))
@@ -76,7 +76,7 @@ def check(item: Item, params: Params) -> float:
 
 
 def gold_text(value: object, field: str) -> str:
-    r"""Return a gold answer as text: a number, a text, or the box of a solution that ends in a `\boxed{...}`."""
+    r"""Return a gold answer as text: a number's digits, the content of a text's last `\boxed{...}`, else the text."""
     if isinstance(value, float) and math.isfinite(value):
         is_whole = value.is_integer() and abs(value) < MAX_EXACT_FLOAT
         return str(int(value)) if is_whole else f"{value:.15g}"  # 15 digits are exact in every double: 0.1 + 0.2 is 0.3
@@ -88,7 +88,7 @@ def gold_text(value: object, field: str) -> str:
 
 
 def warm_up(params: Params) -> None:
-    """Grade answers that make math-verify load its grammar and compile its expressions."""
+    """Grade some answers, so that math-verify loads its grammar and compiles its expressions before the first item."""
     for response in (r"\boxed{\frac{x^2+1}{2}}", r"\boxed{[1, 2)}", r"\boxed{x = 1 + \sqrt{2}}"):
         for gold in (r"x^2 + \frac{1}{2}", r"[1, 2]"):
             score(Item(prompt="", response=response, data={params["field"]: gold}), params)

@@ -1,11 +1,11 @@
-r"""Numbers that are written plainly, and collections of them, compared exactly.
+r"""Compare plain numbers, and collections of them, exactly.
 
-Most answers are plain, and math-verify would take ten times as long; only pairs that are plain on both sides are
-decided here. Plain is: digits with thousands separators (`1,000`, `1{,}000`, `1\,000`, `1 000`) or without, a decimal
-fraction (`12.5`, `.5`), a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`,
-`\dfrac34`), a mixed number (`1\frac12`, `1 1/2`), a power of ten (`10^{6}`), any of them times a power of ten
-(`2.5\times10^{-7}`, `2.5e-7`); each with a sign, and with a percent sign. A collection is a point, interval, set or
-list of them: `(1, 2)`, `[0,\frac12)`, `\{1,2\}`, `1,2`.
+Most answers are plain, and math-verify would take ten times as long. A pair is decided here only if both sides are
+plain: digits with or without thousands separators (`1,000`, `1{,}000`, `1\,000`, `1 000`), a decimal fraction (`12.5`,
+`.5`), a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`, `\dfrac34`), a mixed number
+(`1\frac12`, `1 1/2`), a power of ten (`10^{6}`), or one of these times a power of ten (`2.5\times10^{-7}`, `2.5e-7`).
+Each may have a sign and a percent sign. A collection is a point, interval, set or list of plain numbers: `(1, 2)`,
+`[0,\frac12)`, `\{1,2\}`, `1,2`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fractions import Fraction
 MAX_CHARS = 100
 """Longer numbers are left to math-verify."""
 FAR_APART = 1000
-"""Two numbers of MAX_CHARS characters with so many powers of ten between them are different."""
+"""Two nonzero numbers of at most MAX_CHARS characters differ if their exponents of ten are further apart than this."""
 DECIMAL_PLACES = 6
-"""A decimal other than 0 with at least this many places is right when it is the value, rounded."""
+"""A nonzero decimal with at least this many places equals an exact value that rounds to it."""
 
 _SPACE = r"(?:\\[,;: ]|\s|~)"
 _COMMAS = re.compile(r"\{,\}|\\[,!; ]|,")
@@ -46,8 +46,8 @@ class PlainNumber:
     """A plain number: value * 10^exponent.
 
     Attributes:
-        value: as written; 50 for 50 %.
-        exponent: the power of ten after it; a large one is never multiplied out.
+        value: the number as written; 50 for 50 %.
+        exponent: the exponent of the power of ten after `value`; a large power is never multiplied out.
         percent: whether a percent sign follows.
         num_places: decimal places of `value` if it is a decimal fraction, else None: then it is exact.
     """
@@ -59,10 +59,9 @@ class PlainNumber:
 
 
 def same_number(gold: str, answer: str) -> bool | None:
-    """Return whether two plain numbers are the same; None if one of them is not a plain number.
+    """Return whether two plain numbers are equal; None if one of them is not a plain number.
 
-    `50\\%` is 0.5, and it is 50 where the other side omits the percent sign. `0.333333` is 1/3 (six places),
-    `0.33` is not.
+    `50\\%` equals both `0.5` and `50`. `0.333333` equals `1/3`, because it has six places; `0.33` does not.
     """
     left, right = plain_number(gold), plain_number(answer)
     if left is None or right is None:
@@ -93,7 +92,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def e_as_power(text: str) -> str:
-    r"""Return a formula with `\times 10^{-7}` for `e-7` after a number: math-verify would read Euler's number."""
+    r"""Return a formula with `e-7` after a number made `\times 10^{-7}`: math-verify would read Euler's number."""
     return _E_WITHIN.sub(r"\1\\times 10^{\2}", text)
 
 
@@ -169,9 +168,9 @@ _MAYBE_THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
 def same_collection(gold: str, answer: str) -> bool | None:
-    """Return whether two collections of plain numbers are the same; None unless both are one with the same brackets.
+    """Return whether two collections of plain numbers are equal; None unless both are and have the same brackets.
 
-    The order and repetitions do not matter in sets and bare lists.
+    Order and repetitions do not matter in sets and in lists without brackets.
     """
     left, right = _parts(gold), _parts(answer)
     if left is None or right is None or left[0] != right[0]:

@@ -1,6 +1,6 @@
 r"""Answers that are not mathematics: words and letters, times of day, numbers in another base.
 
-math-verify would read `silent` as a product of letters, as it does `listen`, `12:00` as a division by zero and `101_3`
+math-verify would read `silent` and `listen` as the same product of letters, `12:00` as a division by zero, and `101_3`
 as 101. Here words are compared as words, times as times, and numbers with their base.
 """
 
@@ -36,7 +36,7 @@ _FUNCTIONS = words_of(
     """
 )
 FILLERS = words_of("any all each total altogether overall left remaining exactly only text square cubic")
-"""Words after a number that leave it as it is. Others may make it another number: `5 lakh`, `3 ninths`."""
+"""Words after a number that do not change its value. Others may: `5 lakh`, `3 ninths`."""
 MAX_WORDS = 12
 """A gold answer of more words is prose."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_(?:\{([0-9]{1,2})\}|([0-9]))", re.ASCII)
@@ -44,7 +44,7 @@ _DIGITS = re.compile(r"[0-9A-Fa-f]+", re.ASCII)
 
 
 def same_words(gold: str, answer: str) -> bool | None:
-    """Return whether two answers are the same words; None if neither is words, or if only mathematical signs differ.
+    """Return whether two answers have the same words; None if neither is words, or if only mathematical signs differ.
 
     Letters and digits count; case, fonts, spaces and punctuation do not.
     """
@@ -56,9 +56,9 @@ def same_words(gold: str, answer: str) -> bool | None:
 
 
 def same_time_of_day(gold: str, answer: str) -> bool | None:
-    """Return whether two times of day (`10:30`, `10:30 a.m.`) are the same; None unless both are one.
+    """Return whether two times of day (`10:30`, `10:30 a.m.`) are the same; None unless both are times of day.
 
-    A side without am or pm has the other side's.
+    A time without am or pm equals the same time with either.
     """
     left, right = _CLOCK.fullmatch(_clock_text(gold)), _CLOCK.fullmatch(_clock_text(answer))
     if left is None or right is None:
@@ -69,9 +69,9 @@ def same_time_of_day(gold: str, answer: str) -> bool | None:
 
 
 def same_in_base(gold: str, answer: str) -> bool | None:
-    """Return whether two numbers are the same in their base (`101_2`); None unless both are digits and one has a base.
+    """Return whether two numbers have the same digits and base (`101_2`); None unless both are digits, one with a base.
 
-    A side without a base has the other side's.
+    A number without a base has the base of the other.
     """
     left, right = _based(gold), _based(answer)
     if left is None or right is None or (left[1] is None and right[1] is None):
@@ -80,7 +80,7 @@ def same_in_base(gold: str, answer: str) -> bool | None:
 
 
 def is_words(text: str) -> bool:
-    r"""Return whether a text is words: all of it in `\text{...}` or the like, or bare with a word of 4 letters or more.
+    r"""Return whether a text is words: all in `\text{...}` or another font, or bare with a word of 4 or more letters.
 
     `\text{12 cm}` holds a number and is no word; `\mathrm{e}` is a constant.
     """
@@ -97,8 +97,8 @@ def is_prose(text: str, gold: str | None = None) -> bool:
     r"""Return whether a text has words in it that are neither units nor mathematics (`4 \text{ is wrong}`).
 
     Args:
-        gold: the gold answer, whose words an answer may use; None: the text is a gold answer itself, which is prose
-            also when it consists of more than MAX_WORDS words.
+        gold: the gold answer, whose words an answer may use. None: the text is a gold answer itself, and more than
+            MAX_WORDS words are prose.
     """
     if is_words(text) or (gold is None and _BARE_WORDS.fullmatch(text)):  # a gold `No` is an answer, not a sentence
         return gold is None and len(text.split()) > MAX_WORDS
@@ -114,7 +114,7 @@ def is_prose(text: str, gold: str | None = None) -> bool:
 
 
 def words_after_number(gold: str) -> Set[str]:
-    """Return the words after the number of a gold answer, in small letters: they name the things that it counts."""
+    """Return the words after a gold answer's number, in lower case. They name what it counts; prose gives none."""
     match = _AFTER_NUMBER.fullmatch(gold)
     words = _WORD.findall((match[1] or match[2] or "").lower()) if match is not None else []
     half_of_day = {"am", "pm", "m", "p"} if ":" in gold else {"am", "pm"}  # `5 m` are metres, `10:30 p m` is a time

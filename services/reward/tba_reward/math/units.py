@@ -1,7 +1,7 @@
 r"""Remove the units after and before a number, by a table: `12\text{ cm}`, `4 km/h`, `90^\circ`, `\$5`, `4 people`.
 
 A word that is not in the table is no unit: `4 \text{ is wrong}` is not 4. The words after the number of a gold answer
-are units of the answers to that prompt.
+also count as units in the answers to that prompt.
 
 One letter alone (`m`, `s`) is a unit only where it stands upright (`\text{m}`, `\mathrm{m}`) or in a ratio (`4 m/s`):
 elsewhere it is a variable.
@@ -14,7 +14,7 @@ from collections.abc import Set
 
 
 def words_of(text: str) -> frozenset[str]:
-    """Return the words of a table."""
+    """Return the words of a text, which are separated by white space."""
     return frozenset(text.split())
 
 
@@ -26,7 +26,7 @@ _SHORT = {prefix + unit for unit in _PREFIXED for prefix in _PREFIXES} | words_o
     Wh kWh mAh dB ppm cc fps bpm \u212b \u00c5
     """
 )
-"""Short forms: case matters (`mW` is not `MW`), and there is no plural."""
+"""Short forms of units: case matters (`mW` is not `MW`), and there is no plural."""
 _LONG = words_of(
     """
     usd eur gbp jpy cny rmb inr cad aud chf dollar euro pound yen yuan rupee peso cent penny pennies pence nickel
@@ -53,7 +53,7 @@ _LONG = words_of(
     photo picture song movie video lesson
     """
 )
-"""Long forms, and things that are counted, in the singular; case does not matter."""
+"""Long forms of units, and things that are counted, in the singular; case does not matter."""
 _ONLY_PLURAL = words_of("squares cubes roots")
 _MODIFIERS = words_of("square cubic sq cu old each")
 _MONEY = r"(?:\\\$|\$|[\u20ac\u00a3\u00a5\u20b9\u20a9]|US\\\$|\\euro(?![A-Za-z])|(?:USD|EUR|GBP|Rs)(?![A-Za-z])\.?)"
@@ -81,7 +81,7 @@ def without_unit(text: str, more: Set[str] = _NONE) -> str:
     """Return a number or formula without the unit after it and the currency before it.
 
     Args:
-        more: words in small letters that are units as well.
+        more: further words, in lower case, that count as units.
     """
     text = _BEFORE.sub(r"\1", text, count=1) if _BEFORE.match(text) else text
     tokens = list(_TOKEN.finditer(text))

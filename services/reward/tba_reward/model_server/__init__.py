@@ -1,4 +1,4 @@
-"""Scores of neural networks: each distinct set of models lives in a process of its own.
+"""Score with neural networks: each distinct set of models runs in a child process of its own.
 
     scorer --score--> ModelProcess ==frames on a pipe==> tba_reward.model_server.child (torch, transformers)
 

@@ -4,11 +4,10 @@
         `-----> failed (a sentence) --> loading, a while later
 
 A request waits for its answer until its own deadline. The process has `load_timeout_s` to load its models. While it
-owes answers it has to send a message every `batch_timeout_s` (a batch has started, an answer), or it is killed with
-everything that it has started. When it dies, the texts of the batch that it computed are the suspects: each is sent
-once more, in a batch of its own, so that the next death has one culprit. All other requests are sent again as if
-nothing had happened. A suspect is remembered when its request is cancelled, so that the request that replaces it does
-not begin from nothing.
+owes answers, it must send a message (a batch has started, an answer) every `batch_timeout_s`. Otherwise it is killed
+with all processes that it has started. When it dies, the texts of the batch that it computed are the suspects. Each is
+sent once more, in a batch of its own, so that the next death has one culprit. All other requests are simply sent again.
+A suspect is remembered even if its request is cancelled: a later request for the same text is its second attempt.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class ModelPool:
 
 
 class ProcessDiedError(Exception):
-    """The process has ended, or has to; `reason` is the failure of its requests."""
+    """The model process has ended or must be killed. `reason`: the reason of the Failure that its requests get."""
 
     def __init__(self, message: str, reason: ScoreReason = "crashed") -> None:
         super().__init__(message)
@@ -83,7 +82,7 @@ class _Pending:
 
 
 class ModelProcess:
-    """The models of a scorer in a process of its own, shared by all scorers that need the same ones."""
+    """A child process that holds the models of a scorer; all scorers that need the same models share it."""
 
     def __init__(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> None:
         self._spec = spec
@@ -91,26 +90,26 @@ class ModelProcess:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._in_flight: dict[int, ScoreRequest] = {}
-        """Requests that the present process has and has not answered."""
+        """Requests that were sent to the current process and are not answered yet."""
         self._computing: set[int] = set()
         """Requests in flight whose batch has started."""
         self._suspects: dict[_Text, list[ProcessDiedError]] = {}
-        """Deaths of the processes that computed a text; the oldest suspect first."""
+        """For each text the deaths of the processes that computed it; the oldest suspect first."""
         self._last_message_s = 0.0
-        """When the process last sent a message, or owed none."""
+        """Event loop time of the last message of the process, or of the last moment when it owed none."""
         self._state: Literal["closed", "loading", "ready", "failed"] = "closed"
         self._problem = "it was not started"
         self._settled = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._child: ChildProcess | None = None
         self.digest = ""
-        """SHA-256 of the files of the models; empty until they were loaded. It does not change after that."""
+        """SHA-256 of the files of the models; empty until the first load, and never changed after it."""
         self._num_answers = 0
-        """Answers of the present process."""
+        """Number of answers from the current process."""
 
     @property
     def pid(self) -> int | None:
-        """The process that runs now."""
+        """Process id of the current process; None if none runs."""
         return None if self._child is None else self._child.pid
 
     def health(self) -> str:
@@ -118,7 +117,7 @@ class ModelProcess:
         return "ok" if self._state == "ready" else f"the model process does not answer: {self._problem}"
 
     async def start(self) -> None:
-        """Start the process if it does not run, and wait until its models are loaded or the first attempt failed."""
+        """Start the process if it was not started, and wait until its models are loaded or the first attempt failed."""
         if self._supervisor is None:
             self._state, self._problem = "loading", "its models are being loaded"
             self._supervisor = asyncio.create_task(self._supervise(), name="model-process")
@@ -164,7 +163,7 @@ class ModelProcess:
                 self._child.send(frame(CancelRequest(number=number)))
 
     async def _supervise(self) -> None:
-        """Run one process after another, until cancelled."""
+        """Start the process, and start it again each time that it ends, until cancelled."""
         pause_s = 0.0
         while True:
             self._in_flight.clear()
@@ -198,10 +197,10 @@ class ModelProcess:
             self._state = "loading"
 
     async def _load(self, child: ChildProcess) -> None:
-        """Wait for the models, then send the requests that wait.
+        """Wait until the process has loaded its models, then send it the waiting requests.
 
         Raises:
-            ProcessDiedError: they cannot be loaded, take too long, or are not those of the first time.
+            ProcessDiedError: the models cannot be loaded, take too long, or their files changed since the first load.
         """
         try:
             async with asyncio.timeout(self._load_timeout_s):
@@ -225,7 +224,7 @@ class ModelProcess:
                 self._send(pending.request)
 
     async def _serve(self, child: ChildProcess) -> None:
-        """Take the messages of the process until it dies (ProcessDiedError)."""
+        """Handle the messages of the process until it dies, which raises ProcessDiedError."""
         watch = asyncio.create_task(self._watch(child), name="model-process-watch")
         try:
             while True:
@@ -245,7 +244,7 @@ class ModelProcess:
             watch.cancel()
 
     async def _watch(self, child: ChildProcess) -> None:
-        """Kill the process when it owes answers and is silent for too long."""
+        """Kill the process when it owes answers and has sent no message for `batch_timeout_s`."""
         loop = asyncio.get_running_loop()
         while True:
             silent_s = loop.time() - self._last_message_s if self._in_flight else 0.0
@@ -263,7 +262,7 @@ class ModelProcess:
         self._in_flight[request.number] = request
 
     def _on_death(self, death: ProcessDiedError) -> None:
-        """Decide for every request whether it fails or is sent to the next process."""
+        """Fail the requests that cannot be repeated; the others stay, and the next process gets them."""
         self._problem = str(death)
         if self._state != "ready":
             self._state = "failed"
@@ -310,15 +309,15 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process, and the group of all that it starts."""
+        """Process id, which is also the process group id of everything that it starts."""
         return self._process.pid
 
     def send(self, message: bytes) -> None:
-        """Write a frame. A process that is gone gets nothing, and `receive` reports it."""
+        """Write a frame to the process. This does not raise when the process is gone; `receive` does."""
         self._stdin.write(message)
 
     async def receive(self) -> FromModels:
-        """Return the next message."""
+        """Return the next message; raise ProcessDiedError if the process has ended or the message is invalid."""
         try:
             length = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))[0]
             return msgspec.msgpack.decode(await self._stdout.readexactly(length), type=FromModels)
@@ -330,7 +329,7 @@ class ChildProcess:
             raise ProcessDiedError(f"it sent an invalid message ({error})") from error
 
     def kill(self, cause: ProcessDiedError) -> None:
-        """Kill the process and everything that it has started; `receive` raises the cause."""
+        """Kill the process and its process group; `receive` then raises `cause`."""
         self._cause = cause
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Jobs of the pool: a rule that workers can find, and one message to a worker with the futures that wait for it."""
+"""The pool's rules and jobs. A job is one message to a worker, with the futures that wait for its outcomes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tba_reward.child_messages import ItemMessage, LoadRule, ScoreItems, frame
 from tba_reward.scorer import Failure, Item, Outcome, Params
 
 ItemKey = tuple[int, str, str]
-"""Rule, prompt, data."""
+"""Rule number, prompt, and the prompt's data as JSON."""
 _next_number: Callable[[], int] = itertools.count().__next__
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRule:
-    """A rule that worker processes can find.
+    """A scoring rule that worker processes import by its name.
 
     Attributes:
-        function: `module:name` of a Rule, or of a BatchRule where `batch_items` is given.
-        params: given to it with every item; JSON values.
+        function: `module:name` of a Rule, or of a BatchRule if `batch_items` is given.
+        params: JSON values that the function gets in every call.
         prepare: `module:name` of a function (params) -> None that each worker calls once before its first item, under
             a deadline of its own (`WORKER_START_S` of app.py): slow imports belong here.
         batch_items: most items of one call of a BatchRule; None: the function is a Rule.
@@ -35,21 +35,21 @@ class WorkerRule:
 
     @property
     def key(self) -> str:
-        """Equal for two rules that are the same one."""
+        """A text that is the same for equal rules."""
         return json.dumps([self.function, dict(self.params), self.prepare, self.batch_items], sort_keys=True)
 
 
 @dataclass(eq=False, slots=True)
 class PoolRule:
-    """A rule as the pool knows it.
+    """A rule, with the pool's record of its loads and of how long its jobs take.
 
     Attributes:
-        number: its name in messages.
-        is_proven: a worker has loaded it. Until then one worker alone loads it, which it may kill.
+        number: identifies the rule in messages.
+        is_proven: whether a worker has loaded it. Until then only one worker at a time tries, because it may die of it.
         num_load_crashes: workers in a row that died while they loaded it.
-        load_error: why it could not be loaded.
-        retry_at_s: when that is tried again.
-        longest_s: about the longest time that a job has taken lately; None: none is done.
+        load_error: why it could not be loaded; None: no error, or another attempt is due.
+        retry_at_s: event loop time of the next attempt after a load error.
+        longest_s: wall-clock time of the longest recent reply to a job; None: there was none.
     """
 
     number: int
@@ -62,25 +62,25 @@ class PoolRule:
 
     @property
     def may_hang(self) -> bool:
-        """Whether it is foreign code, which takes batches."""
+        """Whether the rule takes batches: it is then foreign code, which may hang."""
         return self.rule.batch_items is not None
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One message to a worker, and the futures that get its outcomes. Without items it loads the rule.
+    """One message to a worker, and the futures that get its outcomes. A job without items loads the rule.
 
     Attributes:
-        timeout_s: CPU time of the worker that one item may take, or a batch; wall-clock time where it loads a rule.
-        futures: each gets one outcome, in order: one per item. Nobody waits for a load.
-        num_done: items that have their outcome. A worker applies a Rule to one after the other, a BatchRule to all.
+        timeout_s: CPU time that one item, or a batch as a whole, may take; wall-clock time that a load may take.
+        futures: one per item, in order, for the item's outcome; empty for a load.
+        num_done: items with an outcome. A worker applies a Rule to one item after another, a BatchRule to all at once.
         num_crashes: workers that died while they worked on it.
-        took_s: wall-clock time of its last reply.
-        number: stands in the message and in its reply.
+        took_s: wall-clock time from the reply before, or from the start, to the last reply.
+        number: identifies the message and its replies.
         frame: the message as bytes.
 
     Raises:
-        TypeError, ValueError, RecursionError: an item is no text, or its data has no JSON form.
+        TypeError, ValueError, RecursionError: an item's text cannot be encoded, or its data has no JSON form.
     """
 
     rule: PoolRule
@@ -117,17 +117,17 @@ class Job:
 
     @property
     def is_load(self) -> bool:
-        """Whether it loads the rule, rather than scores items by it."""
+        """Whether the job loads the rule and scores no items."""
         return not self.items
 
     @property
     def may_hang(self) -> bool:
-        """Whether it calls foreign code."""
+        """Whether the job scores items by foreign code, which may hang."""
         return not self.is_load and self.rule.may_hang
 
     @property
     def prompts(self) -> set[ItemKey]:
-        """The prompts of its items."""
+        """The keys of the prompts of its items."""
         return {(self.rule.number, item.prompt, json.dumps(dict(item.data), sort_keys=True)) for item in self.items}
 
     @property
@@ -137,11 +137,11 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether every item has its outcome, or the rule is loaded."""
+        """Whether every item has its outcome, or the load has ended."""
         return self.num_done >= max(len(self.items), 1)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Give the outcomes of the next items to everyone who waits."""
+        """Set the outcomes of the next items on their futures."""
         for future, outcome in zip(self.futures[self.num_done :], outcomes, strict=False):
             # the items of a split job are scored twice: the first outcome counts
             if not future.done():
@@ -149,15 +149,15 @@ class Job:
         self.num_done += len(outcomes)
 
     def fail(self, failure: Failure) -> None:
-        """Give the same failure to everyone who waits."""
+        """Set the same Failure on the futures of all items without an outcome."""
         self.settle([failure] * (len(self.futures) - self.num_done))
 
     def part(self, start: int, end: int | None = None) -> Job:
-        """Return a job for some of its items."""
+        """Return a new job for the items from index `start` up to, not including, `end`."""
         return Job(self.rule, self.timeout_s, self.items[start:end], self.futures[start:end])
 
     def split(self) -> list[Job]:
-        """Return one job for each item that somebody still waits for, the last first; none if that was done before."""
+        """Return one job per item without an outcome, the last item first; none if the job was split before."""
         if self._is_split:
             return []
         self._is_split = True

@@ -1,20 +1,21 @@
-"""The pool of worker processes: one queue, one job per worker, one worker more than may work at once.
+"""The pool of worker processes: one queue, one job per worker at a time, and one spare worker.
 
     score() -> queue of jobs, a few items each -> the next idle worker -> a reply for each item
-                           |  an item takes more CPU time than it may: it is too slow, and its worker is killed; as a
-                           |  timeout, where it takes much longer than that in wall-clock time
-                           |  the worker dies: the item is tried once more in another worker, then it has crashed
+                           |  an item takes more CPU time than its deadline: it fails as `too_slow`. It takes much more
+                           |  wall-clock time: it fails as `timeout`. In both cases its worker is killed.
+                           |  the worker dies: the item is tried once more in another worker, then fails as `crashed`
                            '  the items behind it go back to the front of the queue
 
-The spare worker has loaded all rules, so that it takes the place of a killed one at once. A new spare has to import
-them, which takes seconds for sympy: a second kill within that time leaves one worker less.
+The spare worker has loaded all rules, so it replaces a killed worker at once. A new spare has to import the rules,
+which takes seconds for sympy. A second kill within that time leaves the pool one worker short.
 
-A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. When it is slow, runs over its
-deadline or its worker dies, it is split into its items. While a job of such a rule, which is foreign code, is slow,
-another worker takes its place. Behind HUNG_ITEMS slow ones further items of a prompt wait, and fail when these do.
+A rule may take several items at once (`WorkerRule.batch_items`): a batch is one job. A batch is split into its items
+when it is slow, exceeds its deadline or its worker dies. Such a rule is foreign code. While one of its jobs is slow,
+the pool runs one more worker. While HUNG_ITEMS items of a prompt are slow, its further items wait. If the slow items
+exceed their deadline, the further items fail as well.
 
-Waits: an item in the queue waits as long as its request does (`RewardSection.request_deadline_s`); in a worker at most
-WALL_SLACK_S more than its deadline.
+Waits: an item waits in the queue until its request's deadline (`RewardSection.request_deadline_s`), and in a worker at
+most WALL_SLACK_S longer than its own deadline.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from tba_reward.process_pool.worker_main import EXIT_OUT_OF_MEMORY
 from tba_reward.scorer import OK, Failure, Item, Outcome
 
 CHUNK_ITEMS = 8
-"""Most items of one job of a Rule, so that a worker does not wait for each of them to be sent."""
+"""Most items of one job of a Rule. Several per job spare the worker a wait for each item."""
 CHUNK_S = 20.0
-"""The deadlines of its items together: slow ones must not hold up those behind them until the request's deadline."""
+"""Largest sum of the item deadlines of one job: slow items must not delay the items behind them for too long."""
 WATCH_S = 0.05
-"""Pause between two looks at the jobs in work. Only the second one past a limit kills: after the first, the reply may
-still lie in the socket, if the event loop was busy."""
+"""Pause between two checks of the running jobs. Only the second check past a limit kills the worker: at the first, the
+event loop may have been too busy to read the reply from the socket."""
 WALL_SLACK_S = 25.0
-"""In wall-clock time an item may take this much longer than its deadline. It is less than what a request is given
-beyond its slowest scorer's deadline."""
+"""Wall-clock seconds that an item may take beyond its deadline. A request has more than this beyond the deadline of its
+slowest scorer."""
 ABANDONED_S = 0.5
-"""An item that nobody waits for any more may take this long before its worker is killed."""
+"""An item that nobody waits for any more may run for this long before its worker is killed."""
 LOAD_AGAIN_S = 30.0
-"""A rule that could not be loaded is tried again after this."""
+"""Pause before another attempt to load a rule that could not be loaded."""
 SLOW_S = 1.0
-"""A job of a rule that takes batches is slow after this, and after twice the longest of its rule."""
+"""A job of a rule that takes batches is slow after this time or twice `PoolRule.longest_s`, whichever is longer."""
 MAX_SLOW_WORKERS = 8
-"""Workers beyond `num_workers`, in the place of slow ones."""
+"""Most workers beyond `num_workers` that replace slow ones."""
 HUNG_ITEMS, HUNG_S = 2, 60.0
-"""When so many items of a prompt have hung, the others fail at once for so long."""
+"""After this many items of a prompt have hung, its other items fail at once for this many seconds."""
 RESTART_S = 1.0
-"""Pause after a worker that could not be started, or died before it had scored anything."""
+"""Pause before new workers are started after one could not be started, or died before it had scored anything."""
 log = get_logger("workers")
 
 
@@ -61,9 +62,9 @@ class WorkerPool:
     """Worker processes, shared by all rules that run in them; the first `prepare` or `score` starts them.
 
     Args:
-        num_workers: processes at work at once.
-        max_memory_bytes: address space of one; None: no bound.
-        start_timeout_s: deadline of what a worker loads before its first item.
+        num_workers: most processes that score at the same time, slow ones not counted.
+        max_memory_bytes: address-space limit of each process; None: no limit.
+        start_timeout_s: deadline for a worker to load one rule.
         on_loss: called with the reason when a worker was killed at a deadline or has died.
     """
 
@@ -85,9 +86,9 @@ class WorkerPool:
         self._workers: list[WorkerHandle] = []
         self._tasks: set[asyncio.Task[object]] = set()
         self._suspects: Counter[ItemKey] = Counter()
-        """Prompts: how many items have hung or are slow now."""
+        """For each prompt, how many of its items have hung or are slow now."""
         self._hung: dict[ItemKey, tuple[int, float]] = {}
-        """Prompts: how many items have hung, and until when that counts."""
+        """For each prompt, how many of its items have hung, and the event loop time until which that counts."""
         self._start_after_s = 0.0
         self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -107,7 +108,7 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def prepare(self, rule: WorkerRule) -> None:
-        """Load a rule; return when the first worker has it. `health` says whether that went well."""
+        """Load a rule; return when a worker has it, the load failed, or 2 * `start_timeout_s` passed (see `health`)."""
         known = self._known(rule)
         known.load_error = None
         self._dispatch()
@@ -126,7 +127,7 @@ class WorkerPool:
         return self._problem or (OK if is_proven else f"{rule.function} is not loaded yet")
 
     async def score(self, rule: WorkerRule, items: Sequence[Item], timeout_s: float) -> list[Outcome]:
-        """Return one outcome per item, in order. When it is cancelled, the workers are free again soon.
+        """Return one outcome per item, in order. After a cancellation, workers with these items are killed soon.
 
         Args:
             timeout_s: CPU time that one item may take, or a batch as a whole.
@@ -163,7 +164,7 @@ class WorkerPool:
     # -- events of workers ------------------------------------------------------------------------------------------
 
     def _on_reply(self, worker: WorkerHandle, job: Job, outcomes: list[Outcome]) -> None:
-        """Take the outcomes of the next items of a job, which is done with the last one."""
+        """Record the reply of a worker, and dispatch further jobs when its own job is done."""
         self._problem = ""
         rule = job.rule
         if not job.is_load:
@@ -184,12 +185,12 @@ class WorkerPool:
         self._dispatch()
 
     def _on_lost(self, worker: WorkerHandle) -> None:
-        """Replace a worker whose socket has ended: it has died, or will be killed by `end`."""
+        """Replace a worker whose socket has closed: it has died, or `end` will kill it."""
         self._workers.remove(worker)
         self._create_task(self._replace(worker))
 
     async def _replace(self, worker: WorkerHandle) -> None:
-        """Learn how a worker died, and fail or repeat its job."""
+        """Wait for the exit code of a worker that died, and fail or repeat its job."""
         code, job = await worker.end(), worker.job
         how = describe_exit(code)
         if job is None:
@@ -216,7 +217,7 @@ class WorkerPool:
         self._dispatch()
 
     def _blame(self, job: Job, failure: Failure, *, is_repeated: bool = False) -> None:
-        """Fail the item in work, or repeat it; ask for those behind it again, and for each item of a batch alone."""
+        """Fail or repeat the item in work, and queue the items behind it again. Split a batch into items instead."""
         if job.may_hang and len(job.items) > 1:
             self._queue.extendleft(job.split())
             return
@@ -233,7 +234,7 @@ class WorkerPool:
     # -- jobs -------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look for jobs over a limit and for slow ones, again and again."""
+        """Check every WATCH_S for jobs over a limit and for slow jobs."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
@@ -273,7 +274,7 @@ class WorkerPool:
             self._remove(worker)
 
     def _find_slow(self) -> None:
-        """Find the workers with slow jobs; split the batches among these, and suspect the prompts of the others."""
+        """Mark the workers with slow jobs. Split a slow batch into its items; count a slow item against its prompt."""
         now_s = asyncio.get_running_loop().time()
         self._hung = {key: (num, until_s) for key, (num, until_s) in self._hung.items() if now_s < until_s}
         self._suspects = Counter({key: num for key, (num, _) in self._hung.items()})
@@ -289,7 +290,7 @@ class WorkerPool:
                 self._suspects.update(job.prompts)
 
     def _dispatch(self) -> None:
-        """Give the workers the jobs that wait."""
+        """Start missing workers; give idle ones rules to load and jobs from the queue."""
         if self._is_closed or not self._rules:
             return
         self._watcher = self._watcher or asyncio.create_task(self._watch())
@@ -327,7 +328,7 @@ class WorkerPool:
         self._queue.extendleft(reversed(held))
 
     def _free_worker(self, rule: PoolRule) -> WorkerHandle | None:
-        """Return an idle worker that has a rule, unless as many as may are at work."""
+        """Return an idle worker that has loaded the rule; None if there is none or `num_workers` are scoring."""
         at_work = (worker for worker in self._workers if worker.job is not None and not worker.job.is_load)
         if sum(not worker.is_slow for worker in at_work) >= self._num_workers:
             return None
@@ -349,7 +350,7 @@ class WorkerPool:
                 return
 
     def _load_error(self, rule: PoolRule) -> str | None:
-        """Return why a rule cannot be loaded, until it is tried again."""
+        """Return why a rule could not be loaded; None once it may be tried again."""
         if rule.load_error is not None and asyncio.get_running_loop().time() >= rule.retry_at_s:
             rule.load_error = None
         return rule.load_error
@@ -381,7 +382,7 @@ class WorkerPool:
         log.error("workers_do_not_start", why=problem)
 
     def _remove(self, worker: WorkerHandle) -> None:
-        """Kill a worker."""
+        """Remove a worker from the pool, and kill it."""
         self._workers.remove(worker)
         worker.ask_to_kill()
         self._create_task(worker.end())

@@ -1,4 +1,4 @@
-"""One worker process as the pool sees it: the job that it has, the CPU time of that, and its end."""
+"""The pool's handle of one worker process: its current job, the CPU time of that job, and the end of the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tba_reward.process_pool.job import Job
 from tba_reward.scorer import Outcome
 
 EXIT_S = 1.0
-"""From the end of a worker's socket to its exit; one that is still there is killed."""
+"""Seconds that a worker may take to exit after its socket has closed; then it is killed."""
 EXIT_POLL_S = 0.005
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _HAS_PROC = Path("/proc/self/stat").exists()
@@ -31,9 +31,9 @@ class WorkerHandle(asyncio.Protocol):
     """One worker, which does one job at a time, item by item or all at once.
 
     Args:
-        max_memory_bytes: its address space; None: no bound.
-        on_reply: called with a job and the outcomes of its next items.
-        on_lost: called when the socket has ended.
+        max_memory_bytes: its address-space limit; None: no limit.
+        on_reply: called with the worker, its job and the outcomes of the job's next items.
+        on_lost: called with the worker when the socket has closed.
     """
 
     def __init__(
@@ -44,28 +44,28 @@ class WorkerHandle(asyncio.Protocol):
         on_lost: Callable[[WorkerHandle], None],
     ) -> None:
         self.loaded: set[int] = set()
-        """The rules that it has."""
+        """Numbers of the rules that it has loaded."""
         self.job: Job | None = None
         self.since_s = 0.0
-        """When it began with what it has in work."""
+        """Event loop time at which it began its current item, batch or load."""
         self.num_scored = 0
-        """Replies that it has given, without loads."""
+        """Number of its replies to jobs that score items."""
         self.is_slow = False
         """Whether its job is slow, so that another worker takes its place."""
         self.is_late = False
-        """Whether its job was over its limit when it was last looked at."""
+        """Whether its job was over its limit at the last check."""
         self._on_reply, self._on_lost = on_reply, on_lost
         self._is_given_up = False
-        """Whether it was killed or is lost: then nobody is called back any more."""
+        """Whether it was killed or is lost; then the callbacks are no longer called."""
         self._max_memory_bytes = max_memory_bytes
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._pid: int | None = None
-        """The worker, which is the child of `_process`, its guard; not known before the first reply."""
+        """Process id of the worker, a child of its guard `_process`; None before the first reply."""
         self._cpu_before_s = 0.0
-        """CPU time of the process at that time."""
+        """CPU time that the worker had used when it sent its last reply."""
 
     async def start(self) -> None:
         """Start the process and connect to it.
@@ -97,7 +97,7 @@ class WorkerHandle(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it takes a job."""
+        """Whether it is connected and has no job."""
         return self.job is None and self._transport is not None and not self._is_given_up
 
     def submit(self, job: Job) -> None:
@@ -107,7 +107,7 @@ class WorkerHandle(asyncio.Protocol):
         self._transport.write(job.frame)
 
     def cpu_s(self) -> float:
-        """Return the CPU time that what it has in work has taken so far."""
+        """Return the CPU time of its current item or batch; wall-clock time before the first reply, or without /proc."""
         if self._pid is None or not _HAS_PROC:
             # the deadline is wall-clock time, as is that of a load
             return self._loop.time() - self.since_s
@@ -117,7 +117,7 @@ class WorkerHandle(asyncio.Protocol):
         return 0.0
 
     def ask_to_kill(self) -> None:
-        """Ask its guard (worker_main.py) to kill it and its children, and call nobody back; `end` has to follow."""
+        """Ask its guard (worker_main.py) to kill it and its children, and stop all callbacks. Call `end` afterwards."""
         self._is_given_up = True
         if self._transport is not None:
             self._transport.abort()
@@ -127,7 +127,7 @@ class WorkerHandle(asyncio.Protocol):
         """Wait until the process and everything that it has started are gone.
 
         Returns:
-            Its exit code, negative for a signal; None where it was still there after EXIT_S and was killed.
+            Its exit code, negative for a signal; None if it was not started, or had to be killed after EXIT_S.
         """
         if self._process is None:
             return None
@@ -145,13 +145,13 @@ class WorkerHandle(asyncio.Protocol):
     # -- called by asyncio ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Keep the transport, which shows that the worker is connected."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from asyncio's class
         if self._is_given_up:  # it was killed while it connected
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take the reply to its job."""
+        """Read the replies to its job, set the outcomes, and call `on_reply`."""
         self._received += data
         while len(self._received) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
@@ -173,7 +173,7 @@ class WorkerHandle(asyncio.Protocol):
                 self._on_reply(self, job, reply.outcomes)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the pool, unless it was that which hung up."""
+        """Call `on_lost`, unless the pool itself closed the connection."""
         self._transport = None
         if not self._is_given_up:
             self._is_given_up = True

@@ -1,8 +1,8 @@
 """`python -m tba_reward.process_pool.worker_main FD MEMORY_BYTES SERVICE_PID`: a guard and its child, the worker.
 
-The worker loads rules and applies them. It ends with its socket. The guard ends when the worker does, when the service
-asks for it (SIGTERM) and when the service is gone (Linux). It first kills everything that the worker has started, in
-whatever group or environment: an orphan among its descendants becomes its child. Its exit code is the worker's.
+The worker loads rules and applies them, until its socket closes. The guard ends when the worker ends, on SIGTERM from
+the service, or when the service is gone (Linux). It first kills all processes that the worker has started, in any
+process group, because orphans among them become its children (Linux). It exits as the worker did.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tba_reward.child_messages import ItemMessage, LoadRule, Reply, ScoreItems, 
 from tba_reward.scorer import Failure, Item, Outcome, Params, clean, outcome_of
 
 EXIT_OUT_OF_MEMORY = 97
-"""Exit code of a worker that has reached its bound of memory."""
+"""Exit code of a worker that has reached its memory limit."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 10.0
-"""A process that the guard may not kill, or that the kernel holds, is left behind after this."""
+"""Seconds after which the guard gives up on processes that it may not kill, or that hang in the kernel."""
 _GUARDED = {signal.SIGTERM, signal.SIGCHLD}
 _DECODER = msgspec.msgpack.Decoder(LoadRule | ScoreItems)
 LoadedRule = tuple[Callable[..., Any], Params, bool]
@@ -38,7 +38,7 @@ LoadedRule = tuple[Callable[..., Any], Params, bool]
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer messages in order until the other side hangs up."""
+    """Answer the service's messages in order until it closes the connection. Exit the process if memory runs out."""
     rules, own_pid = dict[int, LoadedRule](), os.getpid()
     with connection.makefile("rb") as stream:
         while (body := read_frame(stream)) is not None:
@@ -61,7 +61,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _replies(message: LoadRule | ScoreItems, rules: dict[int, LoadedRule]) -> Iterator[list[Outcome]]:
-    """Do what a message says. Yield the outcome of a load, the outcomes of a batch, or one item's after the other."""
+    """Handle a message, and yield a list of outcomes for each Reply: for a load, for a batch, or for each item."""
     if isinstance(message, LoadRule):
         outcome: Outcome = 1.0
         try:
@@ -89,7 +89,7 @@ def find(name: str) -> Callable[..., Any]:
     """Return the function that `module:name` names.
 
     Raises:
-        ValueError: there is no such function; or whatever the import of the module raises.
+        ValueError: it is not a function. The import of the module may raise any other exception.
     """
     found = import_object(name)
     if not callable(found):
@@ -108,7 +108,7 @@ def _item(message: ItemMessage) -> Item:
 
 
 def main() -> None:
-    """Start the worker, which serves the service that holds the other end of the socket, and guard it."""
+    """Fork the worker, which serves the socket that argv names, and guard it. Both exit here and do not return."""
     connection, max_memory_bytes, service = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     connection.set_inheritable(False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _guard(worker: int, service: int) -> NoReturn:
-    """Wait for the end of the worker, of the service, or for SIGTERM; then kill all descendants and end."""
+    """Wait until the worker ends, the service ends or SIGTERM comes. Then kill all descendants, and exit as the worker."""
     status = None
     # the service may be gone since before its death would have been told
     while status is None and os.getppid() == service and signal.sigwait(_GUARDED) == signal.SIGCHLD:
@@ -165,7 +165,7 @@ def _guard(worker: int, service: int) -> NoReturn:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return pid and status of a child that has ended, (0, 0) where none has, None where there is no child."""
+    """Return (pid, status) of a child that has ended, (0, 0) if none has ended, or None if there is no child."""
     try:
         return os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

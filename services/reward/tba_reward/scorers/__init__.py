@@ -25,6 +25,6 @@ class Tools:
 
 
 def build_scorer(spec: ScorerSpec, tools: Tools) -> Scorer:
-    """Return the scorer of a spec: call `build` of the file that its kind names."""
+    """Return the scorer of a spec, from `build` in the module that has the name of its kind."""
     kind = importlib.import_module(f"tba_reward.scorers.{spec.kind}")
     return kind.build(spec, tools)

@@ -1,4 +1,4 @@
-"""Kind `exact`: the response is the answer, as a text."""
+"""Kind `exact`: compare the whole response with the gold answer, as texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(spec: ExactSpec, tools: Tools) -> Scorer:
 
 
 def score(item: Item, params: Params) -> float:
-    """Return 1.0 if response and answer are the same text but for surrounding white space."""
+    """Return 1.0 if response and gold answer are the same text, without the white space around it; else 0.0."""
     field = params["field"]
 
     def is_equal(gold: object) -> bool:

@@ -27,6 +27,6 @@ def build(spec: FormatSpec, tools: Tools) -> Scorer:
 
 
 def score(item: Item, params: Params) -> float:
-    """Return 1.0 if the pattern is found in the response."""
+    """Return 1.0 if the pattern is found anywhere in the response, else 0.0."""
     # `re` itself keeps the patterns that it has compiled
     return float(re.search(params["pattern"], item.response) is not None)

@@ -5,9 +5,9 @@
     reply    {"results": [{"item_id": "0", "reward": 0.5},
                           {"item_id": "1", "error": {"reason": "...", "detail": "..."}}, ...]}
 
-A request is repeated where that can help: no connection, 429, 5xx (an endpoint must allow it: scoring changes nothing).
+A request is repeated if there is no connection, on 429 and on 5xx, so scoring must be safe to repeat for the endpoint.
 A batch that is refused as a whole (400, 413, 422) is halved until the item to blame stands alone.
-The deadline of an item runs from when its first request may go out.
+The deadline of an item begins when its batch gets one of the MAX_CONCURRENT threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tba_reward.scorer import OK, Failure, Item, Outcome, checked, version_of
 from tba_reward.scorers import Tools
 
 MAX_BATCH_ITEMS, MAX_CONCURRENT = 64, 4
-"""Most items in one request, which are refused together; most requests, and so threads that wait, at once."""
+"""Most items in one request; most requests at once, each with a thread that waits for it."""
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 MAX_DETAIL_CHARS = 300
 NUM_RETRIES, FIRST_PAUSE_S = 2, 0.1
@@ -44,12 +44,12 @@ _CHUNK_BYTES = 1 << 16
 _REASONS: dict[str, ScoreReason] = {reason: reason for reason in get_args(ScoreReason)}
 IMPLEMENTATION = 1
 GRACE_S = 0.5
-"""Time beyond the deadline in which a thread reports the failure itself. It cannot where the address is looked up for
-long, or where an endpoint sends its answer byte by byte: a socket's timeout begins again with every byte."""
+"""Seconds beyond the deadline in which a thread may report its own failure; then the batch fails without it. A slow DNS
+lookup takes longer, and so may an answer that comes byte by byte: a socket's timeout begins again with every byte."""
 
 
 def build(spec: HttpSpec, tools: Tools) -> HttpScorer:
-    """Return the scorer; nothing is sent before the first item."""
+    """Return the scorer; it sends no request before the first item."""
     token = None if spec.token_env is None else os.environ.get(spec.token_env)
     if spec.token_env is not None and not token:
         raise ConfigError(
@@ -67,15 +67,16 @@ class _Answer:
 
 
 class HttpScorer:
-    """Sends batches from a few threads; each waits no longer than the deadline of its items, and reads an outcome for
-    every item whatever comes back.
+    """Sends batches of items to an endpoint from MAX_CONCURRENT threads.
+
+    A batch ends by the deadline of its items. Every item gets an outcome: a bad reply becomes a Failure.
     """
 
     def __init__(self, spec: HttpSpec, token: str | None) -> None:
         # a query of the URL stands for changes of the endpoint itself
         self._spec, self.version = spec, version_of(spec, IMPLEMENTATION)
         self._url = without_secrets(spec.url)
-        """For people: failures are stored, exported and shown."""
+        """The URL without secrets, for messages: failures are stored, exported and shown."""
         self._target = parse_url(spec.url).request_uri
         self._headers = {"content-type": "application/json"}
         if token is not None:
@@ -86,7 +87,7 @@ class HttpScorer:
         self._health = "the endpoint was not reached yet"
 
     async def start(self) -> None:
-        """Open and close a connection to see whether the endpoint listens."""
+        """Open and close a connection to see whether the endpoint listens; `health` says the result."""
         url = parse_url(self._url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
@@ -99,12 +100,12 @@ class HttpScorer:
         self._health = OK
 
     async def close(self) -> None:
-        """End the threads; a thread that waits for the endpoint ends by its deadline."""
+        """End the threads without waiting; a thread that waits for the endpoint ends by its deadline."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
 
     def health(self) -> str:
-        """Return `ok` where the endpoint has answered the last time."""
+        """Return `ok` if the endpoint answered the last time, else what went wrong."""
         return self._health
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
@@ -177,7 +178,7 @@ class HttpScorer:
         return [_outcome(by_id.get(str(number))) for number in range(len(items))]
 
     def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
-        """Post a body until there is an answer that a repetition would not change."""
+        """Post a body; repeat it without a connection, on 429 and on 5xx, up to NUM_RETRIES times and the deadline."""
         failure = Failure("unreachable", f"{self._url} was not asked before the deadline")
         for attempt in range(NUM_RETRIES + 1):
             left_s = deadline_s - time.monotonic()

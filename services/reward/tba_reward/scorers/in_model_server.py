@@ -1,4 +1,4 @@
-"""Score by neural networks in a model process: the common part of `reward_model` and `redteam`."""
+"""Score with neural networks in a model process: the common part of the kinds `reward_model` and `redteam`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tba_reward.scorer import Item, Outcome, installed_version, version_of
 from tba_reward.scorers import Tools
 
 LOAD_TIMEOUT_S = 600.0
-"""Deadline for loading the models of a scorer: models of some billions of parameters from a slow disk."""
+"""Deadline for loading the models of a scorer; enough for some billions of parameters from a slow disk."""
 
 
 class ModelServerScorer:
-    """A scorer with one model process, which is asked for all items at once, and makes batches of them."""
+    """Scores items in a model process, which gets all items at once and cuts them into batches itself."""
 
     def __init__(self, spec: ModelScorerSpec, tools: Tools, *, implementation: int) -> None:
         for name in ("model", "victim", "classifier"):
@@ -36,19 +36,19 @@ class ModelServerScorer:
 
     @property
     def version(self) -> str:
-        """The digest of the models' files and of all settings that decide a score."""
+        """Digest of the models' files, the versions of torch and transformers, and all settings that decide a score."""
         return version_of(self._spec, self._implementation, self._process.digest, *self._packages)
 
     async def start(self) -> None:
-        """Load the models."""
+        """Start the model process, and wait until it has loaded the models or failed to."""
         await self._process.start()
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the model process, also for other scorers that share it."""
         await self._process.close()
 
     def health(self) -> str:
-        """Return `ok` while the models are loaded."""
+        """Return `ok` while the models are loaded, else what is wrong."""
         return self._process.health()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""Score by a rule in worker processes: it may hang, crash, fork or exhaust memory, and only its item fails."""
+"""Score by a rule in worker processes. The rule may hang, crash, fork or exhaust memory; only the item fails then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tba_reward.process_pool.pool import WorkerPool
 from tba_reward.scorer import OK, Failure, Item, Outcome
 
 _COSTLY = ("too_slow", "out_of_memory")
-"""Reasons of failures that the prompt's data may cause as well as the response."""
+"""Failure reasons that either the response or the prompt's data may have caused."""
 
 
 class ProcessPoolScorer:
@@ -19,10 +19,10 @@ class ProcessPoolScorer:
         rule: the rule that the workers apply.
         pool: shared by all scorers.
         timeout_s: CPU time that one item may take, or one batch as a whole.
-        version: see `version_of`.
-        example: an item with the score 1, to see at start whether the rule works here; None: there is none.
-        check: a rule that reads the data alone, applied to an item that took too much time or memory: where it fails
-            too, the item's data is to blame, and not its response. None: the data cannot be to blame.
+        version: the version from `version_of`.
+        example: an item whose score is 1, scored at start to see whether the rule works here; None: no such test.
+        check: a rule that reads only the data, applied to an item that took too much time or memory. If it fails as
+            well, the prompt's data is to blame, and not the response. None: the data cannot be to blame.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProcessPoolScorer:
         self._example_health = "its example was not scored yet"
 
     async def start(self) -> None:
-        """Prepare the rule, score the example."""
+        """Load the rule in a worker, then score the example; `health` says the result."""
         await self._pool.prepare(self._rule)
         outcome = 1.0 if self._example is None else (await self.score([self._example]))[0]
         if isinstance(outcome, Failure):
@@ -55,7 +55,7 @@ class ProcessPoolScorer:
         """Do nothing: the pool belongs to the service."""
 
     def health(self) -> str:
-        """Return `ok` where the pool runs, the rule is loaded and the example has got its score."""
+        """Return `ok` if the pool runs, the rule is loaded and the example got the score 1; else what is wrong."""
         state = self._pool.health(self._rule)
         return self._example_health if state == OK else state
 

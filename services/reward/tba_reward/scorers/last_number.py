@@ -1,4 +1,4 @@
-"""Kind `last_number` (GSM8K): the last number of the response against the gold answer.
+"""Kind `last_number` (GSM8K): compare the last number of the response with the gold answer.
 
 The rule: leave reasoning out and remove all commas. A number is ASCII digits with an optional fraction
 (`12`, `12.50`, `.5`). A minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
@@ -39,7 +39,7 @@ def build(spec: LastNumberSpec, tools: Tools) -> Scorer:
 
 
 def score(item: Item, params: Params) -> float:
-    """Return 1.0 if the last number of the response is the answer."""
+    """Return 1.0 if the last number of the response is a gold answer, else 0.0."""
     found = last_number(after_reasoning(item.response, item.prompt))
 
     def is_equal(gold: object) -> bool:
@@ -55,6 +55,6 @@ def score(item: Item, params: Params) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, or None."""
+    """Return the last number in a text, or None if it has no number."""
     numbers = _NUMBER.findall(text.replace(",", "").replace(_MINUS_SIGN, "-"))
     return Decimal(numbers[-1]) if numbers else None

@@ -3,11 +3,11 @@
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs) -> list[float | None]
 
 A call gets up to BATCH_ITEMS items whose data have the same keys. Each key is a column, a list with one value per
-item. Where `prompt` of the data is a list of messages, prompts and completions are messages, as in TRL.
-`completion_ids` are the token ids where the client has sent them. `finish_reasons` are passed when the function names
-them, the recipe's `kwargs` as they are. None is an abstention: there is no score. A call that raises is repeated item
-by item, so that only the item that the function cannot take fails; the pool splits a batch that hangs or kills the
-process. A result of another shape fails the whole call: item by item, such a function would seem to work.
+item. If `prompt` of the data is a list of messages, prompts and completions are messages, as in TRL. `completion_ids`
+are the token ids, if the client has sent them. `finish_reasons` are passed only to a function that names them. The
+recipe's `kwargs` are passed unchanged. None in the result is an abstention: the item has no score. A call that raises
+is repeated item by item, so that only the bad item fails. The pool splits a batch that hangs or kills the process. A
+result of another shape fails all items of the call: item by item, such a function would seem to work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tba_reward.scorers.in_process_pool import ProcessPoolScorer
 IMPLEMENTATION = 2
 BATCH_ITEMS = 64
 WHAT = "the function of reward kind 'python'"
-"""How errors name the recipe's key, which has no fixed place."""
+"""Name of the recipe's key in error messages; the key has no fixed place in a recipe."""
 _OWN = ("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reasons")
 """Keys of the data that are not passed as columns, as in TRL."""
 _ONLY_TRL = ("trainer_state", "environments")
@@ -71,7 +71,7 @@ def build(spec: PythonSpec, tools: Tools) -> Scorer:
 
 
 def load(params: Params) -> None:
-    """Import the function.
+    """Import the function, and check its parameters.
 
     Raises:
         ValueError: it needs an argument that only TRL's trainer has, or does not take one of the recipe's `kwargs`.
@@ -86,7 +86,7 @@ def load(params: Params) -> None:
 
 
 def score(items: Sequence[Item], params: Params) -> list[Outcome]:
-    """Return one outcome per item; items whose data have the same keys share one call of the function."""
+    """Return one outcome per item, in order; items whose data have the same keys share one call of the function."""
     alike: dict[tuple[str | bool, ...], list[int]] = {}
     for at, item in enumerate(items):
         key = (*sorted(item.data), item.response_tokens is not None, _is_conversational(item))
@@ -98,10 +98,10 @@ def score(items: Sequence[Item], params: Params) -> list[Outcome]:
 
 
 def _score_alike(items: Sequence[Item], params: Params) -> list[Outcome]:
-    """Return the outcomes of one call; where it raises, those of a call for each item.
+    """Call the function once for all items; if it raises, once for each item alone. Return one outcome per item.
 
     Raises:
-        MemoryError: the process has to end, which gives its memory back.
+        MemoryError: memory ran out; the process must end to free it.
     """
     try:
         result = _call(items, params)
@@ -161,12 +161,12 @@ def _is_conversational(item: Item) -> bool:
 
 
 def _ignore(name: str, value: Any) -> None:
-    """Stand for TRL's `log_extra` and `log_metric`: there is no table of completions here."""
+    """Do nothing, in place of TRL's `log_extra` and `log_metric`: there is no table of completions here."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function; whether each of its parameters is required; whether it takes any others."""
+    """A reward function, whether each of its parameters is required, and whether it takes `**kwargs`."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, bool]

@@ -11,5 +11,5 @@ IMPLEMENTATION = 2
 
 
 def build(spec: RedteamSpec, tools: Tools) -> Scorer:
-    """Return a scorer whose process has victim and classifier, and loads them when it is started."""
+    """Return a scorer with a model process for victim and classifier, which `start` loads."""
     return ModelServerScorer(spec, tools, implementation=IMPLEMENTATION)

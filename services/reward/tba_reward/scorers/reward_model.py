@@ -1,4 +1,4 @@
-"""Kind `reward_model`: the output of a sequence classification model, or a comparison by it with another response."""
+"""Kind `reward_model`: the output of a sequence classification model, or whether it beats that of another response."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WIN, TIE, LOSS = 1.0, 0.5, 0.0
 
 
 def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
-    """Return a scorer whose model is loaded when it is started."""
+    """Return a scorer with a model process for the model, which `start` loads."""
     return RewardModelScorer(spec, tools, implementation=IMPLEMENTATION)
 
 
 class RewardModelScorer(ModelServerScorer):
-    """Scores every item in one model process."""
+    """Scores an item by the model's output. With `against`: 1 above the other response's output, 0.5 equal, 0 below."""
 
     async def _score(self, item: Item) -> Outcome:
         assert isinstance(self._spec, RewardModelSpec)

@@ -23,7 +23,7 @@ Inbox = queue.SimpleQueue[ToModels]
 
 
 def main() -> int:
-    """Load the models that the argument names, then answer requests until stdin ends."""
+    """Load the models of the spec, then answer requests until stdin ends; return 1 if the models cannot be loaded."""
     # the frames alone use the pipes: a library that prints writes to stderr from now on
     pipe_in, pipe_out = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _read(frames: BinaryIO, inbox: Inbox) -> None:
-    """Put the messages of the service into the inbox; end the process when it is gone."""
+    """Put the service's messages into the inbox; exit the process at once when stdin ends."""
     decoder = msgspec.msgpack.Decoder(ToModels)
     while (body := read_frame(frames)) is not None:
         inbox.put(decoder.decode(body))

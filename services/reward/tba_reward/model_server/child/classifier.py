@@ -1,4 +1,4 @@
-"""Classifiers: one label of a sequence classification model, or the verdict of a guard (a language model)."""
+"""Classifiers: one scores by a label of a sequence classification model, one by the verdict of a guard model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tba_reward.model_server.child.model_loader import LoadError, digest_folder,
 from tba_reward.scorer import Failure
 
 SAFE_VERDICT, UNSAFE_VERDICT = "\n\nsafe", "\n\nunsafe"
-"""The answers of Llama Guard, every release of it."""
+"""How every release of Llama Guard begins its answer."""
 
 
 class Classifier:
-    """A classifier that is loaded.
+    """A loaded sequence classification model; the output of one label is the score.
 
     Raises:
-        LoadError: the files are not such a model, or the label is none of its outputs.
+        LoadError: the files are not such a model, or it lacks the label, end-of-sequence token or chat template needed.
     """
 
     def __init__(self, spec: RewardModelSpec | RedteamSpec) -> None:
@@ -51,7 +51,7 @@ class Classifier:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | Failure:
-        """Return the tokens of one input."""
+        """Return the token ids of one input, or a Failure if it is empty or too long. `finished`: it may get an EOS."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos: Any = self._tokenizer.eos_token_id
         if self._append_eos and finished and ids[-1:] != [eos]:
@@ -60,9 +60,9 @@ class Classifier:
 
     @torch.inference_mode()
     def values(self, rows: Sequence[list[int]]) -> list[float]:
-        """Return one number per row, computed as one batch.
+        """Return one score per row of token ids, computed as one batch: a logit for a reward model, else a probability.
 
-        Models that read the score at the last token read it at the last token of the row, whatever token that is.
+        Models that read the score at the last token use each row's last token, even if it is their padding token.
         """
         # a row that ends in the model's own padding token would be read one token too early (see `unused_id`)
         pad_id = model_loader.unused_id(rows, self._pad_id)
@@ -80,9 +80,9 @@ class Classifier:
 
 
 class GuardClassifier:
-    """A guard model that is loaded.
+    """A loaded guard: a language model whose answer begins with its verdict, `safe` or `unsafe`.
 
-    The score is how likely its verdict begins like `unsafe` rather than like `safe`.
+    The score is the probability of `unsafe` among the two, read at the first token in which they differ.
 
     Raises:
         LoadError: the files are not such a model, it has no chat template, or the two verdicts are the same.
@@ -107,13 +107,13 @@ class GuardClassifier:
         self._common, self._safe, self._unsafe = safe[: differ[0]], safe[differ[0]], unsafe[differ[0]]
 
     def encode(self, prompt: str, response: str) -> list[int] | Failure:
-        """Return the tokens up to the first one in which the verdicts differ."""
+        """Return the token ids of one input and the common start of both verdicts; a Failure if they are too many."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response) + self._common
         return model_loader.check_length(len(ids), self._max_tokens, "the input") or ids
 
     @torch.inference_mode()
     def values(self, rows: Sequence[list[int]]) -> list[float]:
-        """Return the probability of `unsafe` among the two verdicts per row, computed as one batch."""
+        """Return for each row the probability of `unsafe` among the two verdicts, computed as one batch."""
         ids, mask = model_loader.pad(rows, 0, side="left")  # [B, T]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         device = self._model.device

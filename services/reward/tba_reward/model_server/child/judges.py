@@ -16,7 +16,7 @@ from tba_reward.scorer import Failure, Outcome
 
 
 def load_judge(spec: ModelScorerSpec) -> Judge:
-    """Load the models of a scorer."""
+    """Load the models of a scorer, and return the judge that scores with them."""
     if isinstance(spec, RedteamSpec):
         return RedteamJudge(spec)
     assert isinstance(spec, RewardModelSpec)
@@ -42,12 +42,12 @@ class RewardModelJudge:
         return TokenizedRequest(request, row, len(row))
 
     def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
-        """Return one number per request."""
+        """Return the classifier's output per request, or a Failure where it is not finite."""
         return [_finite(value) for value in self._classifier.values([each.tokens for each in batch])]
 
 
 class RedteamJudge:
-    """Scores an attack, the response, by the mean score of the victim's replies to it."""
+    """Scores a response, which is an attack, by the mean classifier score of the victim's replies to it."""
 
     def __init__(self, spec: RedteamSpec) -> None:
         self._victim = Victim(spec)
@@ -69,7 +69,7 @@ class RedteamJudge:
         return TokenizedRequest(request, prompt, len(prompt) + self._spec.max_reply_tokens, self._spec.num_replies)
 
     def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
-        """Return the mean over the replies per request; it is unknown if the score of one reply is."""
+        """Return for each request the mean score of its replies, or a Failure if one of them has no score."""
         attacks = [each.request.response for each in batch]
         replies = self._victim.replies(attacks, [each.tokens for each in batch])
         rows = [

@@ -19,7 +19,7 @@ from tba.model_folders import check_load_report
 from tba_reward.scorer import Failure
 
 InputForm = Literal["text", "chat"]
-"""The template with its fields filled in, or two turns in the chat template."""
+"""`text`: the spec's template with its fields filled in. `chat`: two turns in the tokenizer's chat template."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -29,7 +29,7 @@ class LoadError(Exception):
 
 
 def find_folder(path: str) -> Path:
-    """Return the folder with the files of a model; a model on the hub is fetched, or found in the cache.
+    """Return the folder with the files of a model; a hub model is downloaded, unless it is in the local cache.
 
     Raises:
         LoadError: there is no such model, or it has no weights.
@@ -60,13 +60,13 @@ def load(path: str, folder: Path, spec: ModelScorerSpec, kind: Any) -> tuple[Pre
     """Return the model, in evaluation mode on its device, and its tokenizer.
 
     Args:
-        path: what the recipe calls it.
-        folder: its files, from `find_folder`.
+        path: the recipe's name for the model, for error messages.
+        folder: the model's files, from `find_folder`.
         kind: one of the Auto classes of transformers.
 
     Raises:
         LoadError: the files lack weights of the model.
-        Exception: transformers raises anything on files that it cannot read.
+        Exception: transformers may raise any exception over files that it cannot read.
     """
     device = spec.device
     if device == "auto":
@@ -108,13 +108,13 @@ def _fetch(name: str, patterns: list[str]) -> Path:
 
 
 def fill(template: str, prompt: str, response: str = "") -> str:
-    """Return the template with its fields filled in; braces in the texts stay as they are."""
+    """Return the template with `{prompt}` and `{response}` filled in; braces in the two texts stay as they are."""
     before, field, after = template.partition("{response}")
     return before.replace("{prompt}", prompt) + (response if field else "") + after.replace("{prompt}", prompt)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, form: InputForm, template: str, prompt: str, response: str) -> list[int]:
-    """Return the tokens of a prompt and a response."""
+    """Return the token ids of a prompt and a response in the given form."""
     if form == "chat":
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return encode_chat(tokenizer, turns, to_be_continued=False)
@@ -122,10 +122,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, form: InputForm, template: str, p
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, to_be_continued: bool) -> list[int]:
-    """Return the tokens of a chat in the tokenizer's template.
+    """Return the token ids of a chat in the tokenizer's chat template.
 
     Args:
-        to_be_continued: whether the text ends where the assistant speaks next.
+        to_be_continued: whether the text ends with the header of the assistant's next turn.
     """
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=to_be_continued)
     assert isinstance(text, str)
@@ -133,7 +133,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]],
 
 
 def check_length(num_tokens: int, limit: int, what: str) -> Failure | None:
-    """Return why a model cannot read an input, or None if it can."""
+    """Return a Failure if an input has no tokens or more than `limit`, else None. `what`: its name in the message."""
     # it is not cut: a text that is cut would get the score of another text
     if num_tokens == 0:
         return Failure("bad_data", f"{what} has no tokens")
@@ -143,7 +143,7 @@ def check_length(num_tokens: int, limit: int, what: str) -> Failure | None:
 
 
 def pad(rows: Sequence[Sequence[int]], value: int, *, side: str) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Return the rows as one padded tensor, and the mask of its tokens that are no padding."""
+    """Return the rows as one tensor padded with `value`, and a mask that is 1 at tokens and 0 at padding."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), value)  # [B, T]
     mask = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -155,10 +155,10 @@ def pad(rows: Sequence[Sequence[int]], value: int, *, side: str) -> tuple[Int[Te
 
 
 def unused_id(rows: Sequence[Sequence[int]], wanted: int | None) -> int:
-    """Return `wanted`; where that is None or in a row, the lowest id that is in no row.
+    """Return `wanted`, or the lowest id that is in no row if `wanted` is None or in a row.
 
-    Models for sequence classification read their score at the last token that is not this id: a text that itself ends
-    in the model's padding token (often the same as end-of-sequence) would be read one token too early.
+    Models for sequence classification read their score at the last token that is not the padding id. A text that itself
+    ends in that id (often the same as end-of-sequence) would be read one token too early.
     """
     used = set().union(*rows)
     if wanted is not None and wanted not in used:

@@ -1,4 +1,4 @@
-"""The work of a model process: requests wait, are cut into batches by tokens, and each is answered once."""
+"""The work of a model process: collect requests, cut them into batches by tokens, and answer each request once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tba_reward.scorer import Failure, Outcome
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
-    """A request as the models need it.
+    """A request with its token ids.
 
     Attributes:
-        num_tokens: length of its longest row.
-        num_rows: rows that it adds to a batch.
+        num_tokens: length of its longest row, tokens still to be generated included.
+        num_rows: rows that the request adds to a batch.
     """
 
     request: ScoreRequest
@@ -28,7 +28,7 @@ class TokenizedRequest:
 
 
 class Judge(Protocol):
-    """A set of models that is loaded."""
+    """A loaded set of models that scores requests."""
 
     @property
     def digest(self) -> str:
@@ -40,24 +40,24 @@ class Judge(Protocol):
         ...
 
     def score(self, batch: Sequence[TokenizedRequest]) -> list[Outcome]:
-        """Return one outcome per request, in order; they are computed as one batch.
+        """Return one outcome per request, in order, computed as one batch.
 
         Raises:
-            Exception: an error of the models; then no request of the batch has an outcome.
+            Exception: any error of the models; then no request of the batch has an outcome.
         """
         ...
 
 
 def cut_batches(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> list[list[int]]:
-    """Cut inputs into batches of similar lengths, each of at most `batch_tokens` tokens with its padding.
+    """Cut inputs into batches of similar lengths, each of at most `batch_tokens` tokens, padding included.
 
-    An input that is longer than that is a batch of its own.
+    An input that is longer than `batch_tokens` is a batch of its own.
 
     Args:
-        sizes: per input the tokens of its longest row, and its rows.
+        sizes: for each input the tokens of its longest row, and its number of rows.
 
     Returns:
-        The places of the inputs of each batch.
+        For each batch the indices of its inputs in `sizes`.
     """
     batches, num_rows = list[list[int]](), 0
     for at in sorted(range(len(sizes)), key=lambda at: sizes[at][0]):
@@ -72,7 +72,7 @@ def cut_batches(sizes: Sequence[tuple[int, int]], batch_tokens: int) -> list[lis
 
 
 class Batcher:
-    """The requests that wait, and their batches."""
+    """Collects requests, computes them in batches, and sends the answers."""
 
     def __init__(self, judge: Judge, batch_tokens: int, send: Callable[[FromModels], None]) -> None:
         self._judge, self._batch_tokens, self._send = judge, batch_tokens, send
@@ -81,11 +81,11 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether a batch is full, so that waiting for more requests wins nothing."""
+        """Whether the waiting requests fill a batch, so that it should not wait for more."""
         return self._num_tokens >= self._batch_tokens
 
     def take(self, message: ScoreRequest | CancelRequest) -> None:
-        """Tokenize a request, or forget one that nobody waits for any more."""
+        """Tokenize a request and keep it for the next batch; drop a cancelled one and answer it with a Failure."""
         if isinstance(message, CancelRequest):
             cancelled = self._waiting.pop(message.number, None)
             if cancelled is not None:  # else it was answered already
@@ -103,7 +103,7 @@ class Batcher:
         self._num_tokens += tokenized.num_tokens * tokenized.num_rows
 
     def compute(self) -> None:
-        """Answer all requests that wait."""
+        """Compute all waiting requests in batches, and send their answers."""
         waiting = list(self._waiting.values())
         self._waiting.clear()
         self._num_tokens = 0
@@ -115,7 +115,7 @@ class Batcher:
             self._compute(batch)
 
     def _compute(self, batch: Sequence[TokenizedRequest]) -> None:
-        """Answer one batch; if it fails, its halves, so that only the request that causes it fails."""
+        """Compute and answer one batch. If that raises, do each half alone, so that only the faulty request fails."""
         try:
             outcomes = self._judge.score(batch)
         except torch.AcceleratorError:

@@ -1,4 +1,4 @@
-"""The output of commands; that of `tba run` has the lines of its children with their names in front."""
+"""Print the output of commands. `tba run` also prints its children's lines, each with the child's name in front."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME_WIDTH = 11
 
 
 def print_answer(answer: StrictModel | Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    """Print an answer, as JSON or as lines for people; neither steers the terminal."""
+    """Print an answer as JSON or as lines of text, with control characters escaped."""
     if not as_json:
         print("\n".join(map(escape_controls, lines)))
     elif isinstance(answer, StrictModel):
@@ -29,7 +29,7 @@ def print_answer(answer: StrictModel | Mapping[str, Any], lines: Iterable[str], 
 
 
 def known(value: float | None, form: str = ".3f") -> str:
-    """Return a number for people."""
+    """Return a number as text in the format `form`, or `unknown` for None."""
     return "unknown" if value is None else format(value, form)
 
 

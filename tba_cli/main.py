@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_launcher(error: ModuleNotFoundError) -> int:
-    """Say that images leave the launcher out; raise the error if it is about another module."""
+    """Print that this image holds no launcher; raise the error if another module is missing."""
     if not (error.name or "").startswith(LAUNCHER):
         raise error
     print("error: this image holds no launcher; run this command where tba is installed", file=sys.stderr)
@@ -83,7 +83,7 @@ def _no_launcher(error: ModuleNotFoundError) -> int:
 
 @contextmanager
 def _quit_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process with one line within the block, unless the caller has a handler of its own."""
+    """Make Ctrl-C end the process at once, with one line, while the block runs; a caller's own handler stays."""
 
     # during an import, KeyboardInterrupt would become a traceback or be swallowed; nothing else is safe there
     def quit_at_once(_number: int, _frame: FrameType | None) -> None:

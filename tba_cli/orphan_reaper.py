@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class OrphanReaper:
-    """The supervisor's end of the pipe.
+    """Starts the reaper, and holds the supervisor's end of the pipe to it.
 
     Args:
         lock_fd: descriptor of the run folder's lock, which the reaper keeps open too; None: there is none.
@@ -46,7 +46,7 @@ class OrphanReaper:
         self._write(f"+{pid}\n")
 
     def discard(self, pid: int) -> None:
-        """Tell the reaper that the process group of a child is gone: others may get its number.
+        """Tell the reaper that the process group of a child is gone, because another process may get its number.
 
         Raises:
             OSError: the reaper is gone.
@@ -54,7 +54,7 @@ class OrphanReaper:
         self._write(f"-{pid}\n")
 
     def close(self) -> None:
-        """Close the pipe, so that the reaper kills what is left and ends."""
+        """Close the pipe, so that the reaper kills the remaining children and ends; wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Post-train language models with Trajectory Balance with Asynchrony."
 TARGET = ("url", "run_dir", "token_file", "ca_file")
-"""The options of tba itself that name a run and its service."""
+"""The shared options that name a run and its service."""
 
 MANUAL = """\
 run: run a recipe on this machine: Redis and every service
@@ -140,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line. The options of tba itself may stand before a command or behind it, once.
+    """Parse a command line. The shared options may stand before the command or after it, once each.
 
     Args:
         argv: the words after `tba`; default: those of this process.
@@ -169,7 +169,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def global_options() -> argparse.ArgumentParser:
-    """Return the parser of the options that stand once, for all commands."""
+    """Return the parser of the options that all commands share; a command refuses the ones that it does not take."""
     options = argparse.ArgumentParser(prog="tba", add_help=False, allow_abbrev=False)
     options.add_argument("--url", metavar="URL", help="address of the buffer service")
     options.add_argument("--run-dir", metavar="DIR", help="folder of a run that `tba run` started here")
@@ -200,12 +200,11 @@ def _command(
     """Add a command.
 
     Args:
-        words: behind `tba`, as in `MANUAL`.
-        function: `module:function` of tba_cli.commands; its module, with all that it imports, is loaded for this
-            command alone.
-        run: it takes RUN, and the options of tba itself that name a run.
-        takes: options of tba itself that it takes besides; it refuses the others, but for --debug.
-        json: it takes --json.
+        words: the words after `tba`, as in `MANUAL`.
+        function: `module:function` of tba_cli.commands; the module is imported only when this command runs.
+        run: whether the command takes RUN, and the shared options that name a run.
+        takes: further shared options that it takes; it refuses the others, except for --debug.
+        json: whether it takes --json.
     """
     takes = (*(TARGET if run else ()), *takes, *(["json"] if json else ()))
     also = f"also {' '.join(map(flag_of, takes))} (tba --help)\n\n" if takes else ""
@@ -224,7 +223,7 @@ def _command(
 
 
 def _manual() -> dict[str, tuple[str, list[str]]]:
-    """Return help and examples of each command, by its words."""
+    """Return the help line and the examples of each command, by the words of the command."""
     texts: dict[str, tuple[str, list[str]]] = {}
     examples: list[str] = []
     for line in MANUAL.splitlines():
@@ -238,7 +237,7 @@ def _manual() -> dict[str, tuple[str, list[str]]]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option of tba itself."""
+    """Return the flag of a shared option, such as `--run-dir` for `run_dir`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -564,19 +563,19 @@ class Command:
     """A command of tba."""
 
     words: str
-    """Behind `tba`."""
+    """The words after `tba`."""
     help: str
-    """One line."""
+    """One line about the command."""
     parser: argparse.ArgumentParser
 
     @property
     def takes(self) -> list[str]:
-        """The options of tba itself that it takes, but for --debug."""
+        """The flags of the shared options that it takes, without --debug."""
         return [flag_of(name) for name in self.parser.get_default("takes")]
 
     @property
     def examples(self) -> list[str]:
-        """A line each."""
+        """Example command lines, with comments."""
         return [line.strip() for line in (self.parser.epilog or "").partition("examples:\n")[2].splitlines()]
 
 

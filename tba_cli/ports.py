@@ -14,7 +14,7 @@ from tba.tls import address
 
 @dataclass(frozen=True, slots=True)
 class PortRequest:
-    """An address that a child will listen on. `key` is the recipe key to name in an error; port 0 means any."""
+    """An address that a child will listen on. `key`: the recipe key for error messages. Port 0: any free port."""
 
     key: str
     host: str
@@ -24,7 +24,7 @@ class PortRequest:
 def choose_ports(requests: Sequence[PortRequest]) -> list[int]:
     """Return a free port for every request, all different.
 
-    Another process may take one before the child does; the child then fails with the sentence of tba/server/serve.py.
+    Another process may take a port before the child binds it; the child then fails (tba/server/serve.py).
     """
     # all are bound at once, so that no port is chosen twice, and released for the children at the end
     with ExitStack() as held:

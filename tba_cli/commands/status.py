@@ -23,17 +23,17 @@ from tba_cli.run_target import ended_run, open_client
 
 FOLLOW_S = 1.0
 LASTING_S = 1.0
-"""A follower is told of a wait that has lasted so long."""
+"""`--follow` shows a wait once it has lasted this long."""
 AGE = re.compile(r"\d+ s\b")
-"""A length of time in a line: it changes all the time, which is no news."""
+"""A duration in a line: it always changes, so `--follow` compares lines without it."""
 NUM_NAMED = 3
-"""At most this many components that have ended are named."""
+"""Most ended components that are shown by name."""
 
 
 def status_command(args: argparse.Namespace) -> int:
-    """Print state, components, waits and evaluations; with --follow also what happens from then on.
+    """Print state, components, waits and evaluations; with --follow, print every change until the run ends.
 
-    For a run that is over, print since when and why, and what its files hold.
+    For an ended run, print when and why it ended, and its status from its files.
     """
     folder = ended_run(args)
     if folder is None:
@@ -60,7 +60,7 @@ def status_command(args: argparse.Namespace) -> int:
 
 
 def _read(client: BufferClient, *, is_over: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return the status as a document, and its lines."""
+    """Return the status as a JSON document, and as lines of text."""
     # some calls: the numbers may be a moment apart, which nobody can see in a status
     info, stats, settings, summary = client.run(), client.stats(), client.settings(), client.summary()
     if is_over:  # nothing runs any more, so the last components and waits are no news
@@ -71,7 +71,7 @@ def _read(client: BufferClient, *, is_over: bool = False) -> tuple[dict[str, Any
 
 
 def follow(client: BufferClient, *, as_json: bool) -> int:
-    """Print what is new in the run, once a second; return 0 when it is done, 1 when it has failed."""
+    """Print the changed lines of the status once a second; return 0 when the run is done, 1 when it has failed."""
     before: set[str] = set()
     while True:
         info = client.run()
@@ -101,7 +101,7 @@ def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo, advice: st
     """Return the state of the run, one fact per line.
 
     Args:
-        advice: what to try (`RunSummary.advice`).
+        advice: a sentence that says what to try (`RunSummary.advice`), shown first.
     """
     facts = [] if advice is None else [advice]
     facts += _state_facts(info)
@@ -144,7 +144,7 @@ def state_line(info: RunInfo) -> str:
 
 
 def _state_facts(info: RunInfo) -> Iterator[str]:
-    """Yield what asks for a person, then how the run came into its state."""
+    """Yield problems that need a person, then the last change of state and the parent of the lineage."""
     for fact in (info.note, rollback_line(info), info.loss):
         if fact is not None:
             yield fact
@@ -161,7 +161,7 @@ def _state_facts(info: RunInfo) -> Iterator[str]:
 
 
 def _going_facts(info: RunInfo) -> Iterator[str]:
-    """Yield what the parts of the run do, what they wait for, and what was measured."""
+    """Yield the state of each component, the waits, the evaluations and the best version."""
     if info.searchers is not None:
         yield searchers_line(info.searchers)
     ended: list[str] = []

@@ -1,4 +1,4 @@
-"""`tba view` shows the page of a run in a browser; a run that is over is served from a copy of its files."""
+"""`tba view`: show the web page of a run in a browser; the page of an ended run is served from a copy of its files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ REDIRECT = (
     '<p><a href="{url}">the page of the run</a></p>\n'
 )
 READ_S = 5.0
-"""A browser that has to start first reads its file within this time."""
+"""Seconds after which the redirect file is deleted; a browser has to start and read it before."""
 
 
 def view_command(args: argparse.Namespace) -> int:
-    """Open the page in a browser and print its address without its token; that of a run that is over is served here."""
+    """Print the page's address (with its token only for --json) and open it in a browser; serve it if the run ended."""
     ended = ended_run(args)
     # in a terminal without a window, a text browser would take it over
     has_display = sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
@@ -64,9 +64,9 @@ def view_command(args: argparse.Namespace) -> int:
 
 @contextmanager
 def opened_page(url: str) -> Iterator[None]:
-    """Open an address by a file that only this user can read, and which leads there; delete the file at the end.
+    """Open an address in a browser, through a redirect file that only this user can read; delete the file at the end.
 
-    The arguments of a process, where the token of the address would stand, are visible to other users.
+    The address holds a token, and other users can see the arguments of the browser's process.
     """
     with tempfile.TemporaryDirectory(prefix="tba-view-") as folder:
         path = Path(folder) / "page.html"

@@ -25,18 +25,18 @@ ANY_LINEAGE = 10**9
 
 
 class VersionStore:
-    """The store of the run that the target flags name, whether a service of the run is there or not."""
+    """The object store of the run that the target flags name; it needs no service of the run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.recipe: Recipe = recipe_of(args)
         self.run = self.recipe.run.name
         self.prefix = f"runs/{self.run}/weights/"
-        """What the keys of all versions begin with."""
+        """Beginning of the keys of all versions."""
         self.store: ObjectStore = open_store(self.recipe.store)
         self.versions = WeightVersions(self.store, self.run)
 
     def reasons(self, existing: Iterable[PolicyVersion], info: RunInfo | None) -> dict[PolicyVersion, list[str]]:
-        """Return why versions are kept, by the rule of the trainer; one that is not there may be deleted."""
+        """Return the reasons to keep each version, by the trainer's rule; a version without any may be deleted."""
         return reasons_to_keep(
             existing,
             info,
@@ -46,7 +46,7 @@ class VersionStore:
         )
 
     def num_bytes(self, version: PolicyVersion) -> int:
-        """Return the bytes of the objects under the name of a version, whether it is whole or not."""
+        """Return the total bytes of the objects of a version, complete or not."""
         keys = self.store.list(f"{self.prefix}{version}/")
         return sum(self.store.size_bytes(key) or 0 for key in keys)
 
@@ -56,10 +56,10 @@ def _is_store_alone(args: argparse.Namespace) -> bool:
 
 
 def _ask(args: argparse.Namespace) -> RunInfo:
-    """Return the run as its buffer knows it: the service, or a read-only one over the files of a run that is over.
+    """Return the state of the run from its buffer service, or from a read-only buffer over an ended run's files.
 
     Raises:
-        TbaError: nobody can be asked.
+        TbaError: no buffer can be asked.
     """
     if _is_store_alone(args):
         raise ConfigError("--recipe alone names no buffer service")
@@ -76,7 +76,7 @@ def _check_run(info: RunInfo, place: VersionStore) -> None:
 
 
 def list_command(args: argparse.Namespace) -> int:
-    """Print a line per version, oldest first."""
+    """Print a line per version, oldest first, with its size and why it is kept."""
     place = VersionStore(args)
     existing = place.versions.versions()
     reasons, unknown, damaged = None, None, None
@@ -144,7 +144,7 @@ def list_command(args: argparse.Namespace) -> int:
 
 
 def gc_command(args: argparse.Namespace) -> int:
-    """Delete the versions that nothing needs, newest first: what they are assembled from goes after them."""
+    """Delete unneeded versions, newest first, since each is assembled from older ones; then delete incomplete ones."""
     place = VersionStore(args)
     # listed before the buffer is asked: what is published meanwhile is not touched
     existing = place.versions.versions()

@@ -1,6 +1,6 @@
-"""`tba doctor`: check everything that a run stands on, and say how to fix what is wrong.
+"""`tba doctor`: check everything that a run depends on, and say how to fix what is wrong.
 
-It changes nothing but a few objects under `check/` in the store, which it removes again.
+It only writes a few objects under `check/` in the store, and removes them again.
 """
 
 from tba_cli.doctor.run_checks import run_checks

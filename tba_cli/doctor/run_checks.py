@@ -1,4 +1,4 @@
-"""Run the checks at once, each in a thread, so that one that hangs does not hide the others."""
+"""Run all checks at the same time, each in a thread, so that a hanging check does not hide the others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run_checks(
     timeout_s: float = CHECK_TIMEOUT_S,
     on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> list[CheckResult]:
-    """Return the results of every check, in the order of the checks.
+    """Run the checks, and return all their results in the order of the checks.
 
     Args:
-        checks: name and check.
+        checks: pairs of name and check.
         timeout_s: deadline of all checks together, since they run at once.
         on_result: called with each result as soon as all results before it are known.
     """

@@ -28,7 +28,7 @@ Level = Literal["ok", "warn", "fail", "skip"]
 class CheckResult:
     """One thing that was checked.
 
-    `warn`: it will hurt sooner or later, or cannot be judged yet. `fail`: it keeps the run from working. `skip`: it was
+    `warn`: it may cause trouble later, or cannot be judged yet. `fail`: it keeps the run from working. `skip`: it was
     not checked, for the reason that `found` gives.
     """
 
@@ -40,7 +40,7 @@ class CheckResult:
     """The fix; only for `warn` and `fail`."""
 
     def __post_init__(self) -> None:
-        """Show no secret of a URL."""
+        """Remove user, password and options from the URLs in `found`."""
         object.__setattr__(self, "found", with_bare_urls(self.found))
 
 
@@ -50,12 +50,12 @@ def ok(code: str, found: str) -> CheckResult:
 
 
 def warn(code: str, found: str, fix: str) -> CheckResult:
-    """Return a result that works now, or may work, but will not last."""
+    """Return a result for something that may cause trouble later, or cannot be judged yet."""
     return CheckResult(code, "warn", found, fix)
 
 
 def fail(code: str, found: str, fix: str) -> CheckResult:
-    """Return a result with which the run cannot work."""
+    """Return a result for a problem that keeps the run from working."""
     return CheckResult(code, "fail", found, fix)
 
 
@@ -72,21 +72,21 @@ class Target:
     services: frozenset[str]
     """The services that this machine or image is for; some checks make sense for one service only."""
     is_local: bool
-    """`tba run` starts everything itself: a service that is not there is no problem."""
+    """Whether `tba run` starts all services on this machine, so that a missing service is no problem."""
     is_going: bool
-    """A local run of this name runs here, and `recipe` has its real addresses."""
+    """Whether a local run of this name is in progress here; `recipe` then has its real addresses."""
     num_gpus: int | None = None
     """The number of GPUs that should be visible here; None: any."""
 
     def url(self, service: Literal["buffer", "reward"]) -> str | None:
-        """Return the URL of a service, or None where it is not known yet."""
+        """Return the URL of a service; None if `tba run` has not chosen its port yet."""
         section = self.recipe.buffer if service == "buffer" else self.recipe.reward
         if section.url is None and section.port == 0:
             return None
         return self.recipe.buffer_url if service == "buffer" else self.recipe.reward_url
 
     def ask(self, service: Literal["buffer", "reward"], path: str, *, token: str | None = None) -> Reply | ServiceError:
-        """GET a path of a service; return the answer, or the reason why there is none."""
+        """Send one GET request to a service; return the reply, or the error if there is none."""
         url = self.url(service)
         if url is None:
             return UnavailableError(f"the address of the {service} service is not known before `tba run` chooses it")
@@ -102,7 +102,7 @@ class Target:
                 return error
 
     def read(self, service: Literal["buffer", "reward"], path: str, reply: type[M], *, token: str | None) -> M | None:
-        """Return the parsed answer to a GET; None: there is none, or it is not what this release expects."""
+        """Return the parsed reply to a GET; None if there is none, its status is not 200, or it cannot be parsed."""
         answer = self.ask(service, path, token=token)
         if isinstance(answer, ServiceError) or answer.status != 200:
             return None
@@ -113,10 +113,10 @@ class Target:
 
 
 def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = None) -> Target:
-    """Return the target for a recipe, with the real addresses where its run runs here.
+    """Return the target for a recipe, with the real addresses if its run is in progress here.
 
     Args:
-        service: what this machine is for; None: every service that is installed here, all of them if none is.
+        service: the service that this machine is for; None: the services installed here, or all if none is installed.
     """
     # `tba run` may listen beyond loopback too, with tokens of its own; a service alone that does so is a deployment
     is_local = recipe.buffer.url is None and (service is None or is_loopback(recipe.buffer.host))

@@ -1,9 +1,9 @@
-"""Sources of prompts that are code. `data.generator` of a recipe names one of them:
+"""Functions that generate prompts. `data.generator` of a recipe names one of them:
 
     addition            the built-in one, addition.py
     MODULE:FUNCTION     a function of your own; modules in the current folder are found too
 
-A source is a function as `PromptSource` describes it.
+`PromptSource` describes such a function.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptSource(Protocol):
 
 
 def load_prompt_source(name: str) -> PromptSource:
-    """Return the source that `data.generator` names."""
+    """Return the source that `data.generator` names; it raises ConfigError if a function of the user's own fails."""
     if plugins.check_name(name, what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
         return addition.generate
     source = plugins.load(name, what=GENERATOR)

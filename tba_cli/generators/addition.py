@@ -1,7 +1,7 @@
 """Two-digit addition, the answer written least significant digit first: `47+85=` -> `231` (132 read backwards).
 
-Prompts fall into fixed splits by a hash of the unordered pair of operands, so neither a prompt nor its mirror image is
-ever in two splits, whatever the seed. So neither the warm start nor training has seen what an evaluation asks.
+A hash of the unordered pair of operands decides the split of a prompt, whatever the seed. So a prompt and its mirror
+image are never in two splits, and neither the warm start nor training has seen the prompts of an evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TASK = "addition"
 REWARD = "exact"  # written backwards, a leading zero is a digit like any other
 NUM_DIGITS = 2
 CHARACTERS = "0123456789+="
-"""Of prompts and answers; each is a token of the starting model."""
+"""All characters of prompts and answers; each is a token of the starting model."""
 SPLITS = MappingProxyType(
     {"heldout": range(10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
 )
@@ -28,7 +28,7 @@ SPLITS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One sum."""
+    """One sum of two numbers."""
 
     left: int
     right: int
@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The only correct answer."""
+        """The only correct answer: the digits of the sum, backwards."""
         return str(self.left + self.right)[::-1]
 
 
@@ -59,7 +59,7 @@ def all_problems(split: str) -> list[Problem]:
 
 
 def stream(split: str, seed: int) -> Iterator[Problem]:
-    """Yield sums of one split without end, shuffled again in every round."""
+    """Yield the sums of one split again and again without end, shuffled anew in every round."""
     problems, rng = all_problems(split), random.Random(f"{split}:{seed}")
     while True:
         rng.shuffle(problems)
@@ -88,8 +88,12 @@ def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
 
 
 def noisy_answer(problem: Problem, rng: random.Random, *, drop_carry: float, wrong_digit: float) -> str:
-    """Return an answer with noise: `drop_carry` is the probability that a carry is forgotten, and `wrong_digit` that a
-    digit is replaced by a random one."""
+    """Return an answer with errors.
+
+    Args:
+        drop_carry: probability that a carry is forgotten.
+        wrong_digit: probability that a digit is replaced by a random one.
+    """
     left, right, carry, written = problem.left, problem.right, 0, ""
     while left or right or carry:
         column = left % 10 + right % 10 + carry

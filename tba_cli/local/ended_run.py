@@ -1,7 +1,7 @@
-"""Save, read or show the buffer of a run that has ended: start its Redis and a buffer service for as long as it takes.
+"""Save, read or show the buffer of a run that has ended; its Redis and a buffer service are started for that time.
 
-To read and to show, both are started over a copy of the files, so that nothing in the run folder changes, and the
-buffer is read-only (`buffer.read_only`).
+To read or show it, both are started over a copy of the files, so that nothing in the run folder changes. The buffer is
+read-only then (`buffer.read_only`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def save_ended(folder: RunFolder, name: str) -> SnapshotInfo:
-    """Save the buffer of a run that has ended; its folder is locked meanwhile.
+    """Save the buffer of a run that has ended as the snapshot `name`; lock the run folder meanwhile.
 
     Raises:
         ChildError: Redis or the buffer service could not be started, or died.
@@ -58,7 +58,7 @@ def save_ended(folder: RunFolder, name: str) -> SnapshotInfo:
 
 
 def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run that is over.
+    """Start a read-only buffer over a copy of an ended run's files, and return what `use` returns for its client.
 
     Raises:
         ChildError, WaitTimeoutError: Redis or the buffer service could not be started.
@@ -69,15 +69,15 @@ def read_ended(folder: RunFolder, use: Callable[[BufferClient], T]) -> T:
 
 
 def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -> None:
-    """Serve the page of a run that is over until Ctrl-C or SIGTERM.
+    """Serve the web page of an ended run until Ctrl-C or SIGTERM.
 
     Args:
-        port: of the page on loopback; 0: a free one.
-        show: called once the page is there.
+        port: port of the page on loopback; 0: a free one.
+        show: called once the page can be opened.
 
     Raises:
         ChildError, WaitTimeoutError: as `read_ended`, or a process died later.
-        KeyboardInterrupt: a signal came before the page was there.
+        KeyboardInterrupt: a signal came before the page could be opened.
     """
     recipe, console = _read_only_recipe(folder, port=port), Console("quiet", stream=sys.stderr)
     is_shown = threading.Event()
@@ -100,8 +100,8 @@ def serve_ended(folder: RunFolder, *, port: int, show: Callable[[Page], None]) -
 def _read_only_recipe(folder: RunFolder, *, port: int = 0) -> Recipe:
     """Return the recipe of the read-only buffer: on loopback, with tokens of its own, over the run's store.
 
-    A run folder may be of somebody else: what a recipe can have started, imported, read or called stays out, and the
-    Redis, the addresses, the tokens and the certificates are the reader's own.
+    The run folder may come from another person. So the settings of its recipe that make tba start, import, read or call
+    anything are left out. The Redis, the addresses, the tokens and the certificates are the reader's own.
     """
     if not folder.redis_path.is_dir():
         raise ConfigError(f"the buffer of {folder.path.name!r} is gone: {folder.redis_path} does not exist")
@@ -122,7 +122,7 @@ def _read_only_recipe(folder: RunFolder, *, port: int = 0) -> Recipe:
 
 @contextmanager
 def _copy_of(folder: RunFolder, name: str) -> Iterator[tuple[RunFolder, int]]:
-    """Yield a new run folder with a copy of the files, and its lock; it is deleted at the end."""
+    """Yield a temporary run folder with a copy of the Redis files, and its lock's descriptor; delete it at the end."""
     num_bytes = num_plain_bytes(folder.redis_path)
     with temporary_folder("tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free
@@ -138,7 +138,7 @@ def _copy_of(folder: RunFolder, name: str) -> Iterator[tuple[RunFolder, int]]:
 
 
 def _copy_redis_files(folder: RunFolder, to: Path) -> None:
-    """Copy the Redis files of a run that is over as one moment left them, without its lock: a resume need not wait.
+    """Copy the Redis files of an ended run consistently, without its lock, so that a resume need not wait.
 
     Raises:
         OSError: the files cannot be read, or the copy cannot be written.
@@ -167,10 +167,10 @@ async def _with_buffer(
     *,
     stays: bool = False,
 ) -> T:
-    """Start Redis and a buffer service in `folder`, use them with the recipe that they have, stop them.
+    """Start Redis and a buffer service in `folder`, call `use` with their client and recipe, then stop them.
 
     Args:
-        stays: after its use the service stays, until a signal or the death of a child.
+        stays: keep them running after `use`, until a signal or the death of a child.
     """
     redis_binary = find_redis_server()
     config = with_real_addresses(recipe, folder)
@@ -182,7 +182,7 @@ async def _with_buffer(
     client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 
     def is_readable() -> bool:
-        """Return whether nobody has accepted a loss of Redis: the buffer answers reads then, and is never ready."""
+        """Return whether there is a loss of Redis that nobody accepted: the buffer then answers reads, never ready."""
         try:
             return client.run().loss is not None
         except ServiceError:

@@ -23,18 +23,18 @@ from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.run_folder import RunFolder
 
 SILENCE_S = 600.0
-"""The evaluator is killed after so long without a report of its progress; loading a model is the longest silence."""
+"""The evaluator is killed after this long without a line of progress; it is silent longest while it loads a model."""
 
 
 class EvaluationConsole(Console):
-    """Shows the progress of the evaluator among the lines of `tba evaluate`, and remembers when it came last."""
+    """A console that also shows the progress of the evaluator, and records the time of its last line of progress."""
 
     def __init__(self, loudness: Loudness) -> None:
         super().__init__(loudness)
         self.progress_at_s = time.monotonic()
 
     def child_line(self, name: str, line: str) -> None:
-        """Print a line of a child's output; a line of progress without the name in front."""
+        """Print a line of a child's output; print a line of progress without the child's name in front."""
         if line.startswith(PROGRESS):
             self.progress_at_s = time.monotonic()
             self.info(line.removeprefix(PROGRESS))
@@ -51,15 +51,15 @@ def evaluate_here(
     reward_url: str | None,
     console: EvaluationConsole,
 ) -> EvaluationReport:
-    """Run the evaluation and return its report; whatever happens, no child is left.
+    """Run the evaluation and return its report; all children are stopped before this returns or raises.
 
     Args:
-        recipe: with absolute paths.
-        folder: where everything is written; its lock is held as `lock_fd`.
-        reward_url: score there, and start no service.
+        recipe: the recipe with absolute paths.
+        folder: the folder for all output; the caller holds its lock as `lock_fd`.
+        reward_url: a reward service to score with; None: start one.
 
     Raises:
-        ChildError: a child could not start, or died; says why.
+        ChildError: a child could not start, or died.
         WaitTimeoutError: the reward service did not become ready within `local.start_timeout_s`, or the evaluator
             was silent for `SILENCE_S`.
     """
@@ -94,7 +94,7 @@ def evaluate_here(
 
 
 def _check_tasks(config: Recipe, job: EvaluationJob) -> None:
-    """Raise ConfigError where the reward service cannot score a task, ServiceError where none answers."""
+    """Raise ConfigError if the reward service cannot score a task, ServiceError if it does not answer."""
     with closing(reward_client(config)) as client:
         known = {info.task for info in client.rewards()}
     wanted = config.eval.published.tasks or sorted({prompt.task for prompt in job.prompts})

@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
 """Roles whose tokens a local run needs, if it has tokens."""
 STORE_TIMEOUT_S = 5.0
-"""Deadline of one operation of the check of the store: a person waits for it."""
+"""Deadline of one operation while the store is checked; short, because a person waits."""
 
 
 def run_folder_of(recipe: Recipe) -> RunFolder:
@@ -54,7 +54,7 @@ def run_local(
     Nothing of an older run is deleted before every check has passed.
 
     Args:
-        document: the content of the recipe's file, which a resume compares.
+        document: the content of the recipe's file; it is stored, and a resume compares the file with it.
 
     Raises:
         TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
@@ -128,7 +128,8 @@ def _prepare(
 ) -> tuple[Recipe, ObjectStore]:
     """Choose the addresses of the services, check the store, and write the recipe into the folder of the run.
 
-    Unless the run resumes: try the starting model, delete an older run of that name, copy what a fork begins with.
+    Unless the run resumes, also try the starting model, delete an older run of that name, and copy the objects of
+    another run that a fork begins with.
 
     Returns:
         The recipe of the services, and the store.

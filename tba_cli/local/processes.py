@@ -2,7 +2,7 @@
 
 Every child has its own process group, and its output is copied to a log file line by line. The manager decides what
 the end of a child means, and in which order children are stopped. systemd, SLURM and containers may send SIGTERM to
-every process at once; so those that the others need are started with it blocked, and are asked to end by SIGINT.
+every process at once. So children that other children need are started with SIGTERM blocked, and stopped by SIGINT.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ READ_BYTES = 64 * 1024
 OUTPUT_END_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 1.0
 MAX_SEARCHER_RESTARTS = 3
-"""Searchers that die are started again so often in all; then the run continues with the others."""
+"""Most restarts of dead searchers in one start of a run, all together; then the run continues with the others."""
 DYING_S = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What holds for every process of one kind."""
+    """Rules for all processes of one kind."""
 
     ends: Literal["never", "by itself", "with the run"] = "never"
-    """When exit code 0 is no failure."""
+    """When the process may end with exit code 0 without a failure."""
     is_restarted: bool = False
-    """One that dies is started again. The end of any other ends the run."""
+    """Whether a process that dies is started again. Otherwise its death ends the run."""
     awaits_its_turn: bool = False
-    """SIGTERM is blocked, also for its own children unless they unblock it; SIGINT asks it to end."""
+    """Whether SIGTERM is blocked, also for its own children unless they unblock it; SIGINT then asks it to end."""
     is_chatty: bool = False
-    """Its output stays in the log."""
+    """Whether its output goes to its log file only, and not to the console."""
 
 
 PARTS = {
@@ -74,7 +74,7 @@ class ProcessSpec:
 
     @property
     def part(self) -> Part:
-        """What holds for processes of its kind."""
+        """The rules for processes of its kind."""
         return PARTS[self.kind]
 
 
@@ -149,7 +149,7 @@ class ChildProcess:
         return self._process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process, and SIGKILL to its whole group."""
+        """Send a signal to the process if it runs; SIGKILL goes to its whole process group."""
         if not self.is_running:
             return
         try:
@@ -225,7 +225,7 @@ class ProcessManager:
     console: Console
     reaper: OrphanReaper
     stop_timeout_s: float
-    """From SIGTERM to SIGKILL, per stage of the stop order."""
+    """Seconds from SIGTERM to SIGKILL, for each stage of the stop order."""
     is_over: Callable[[], Awaitable[bool]] | None = None
     """Asks the buffer service whether the run is over; only then may a trainer or searcher end with code 0."""
     _children: dict[str, ChildProcess] = field(default_factory=dict, init=False)
@@ -251,7 +251,7 @@ class ProcessManager:
         return child
 
     async def watch(self) -> None:
-        """Wait for ends of children, for ever.
+        """Wait for children to end, forever; start a searcher that died again, up to MAX_SEARCHER_RESTARTS.
 
         Raises:
             ChildError: a child without which the run cannot continue has ended.
@@ -284,7 +284,7 @@ class ProcessManager:
             self.console.result(f"warning: {end}; the run continues with {num_left}")
 
     def run_is_over(self) -> None:
-        """Expect that trainer and searchers end by themselves from now on."""
+        """Note that the run is over: from now on the end of a trainer or searcher is no failure."""
         self._run_is_over = True
 
     def searchers(self) -> list[str]:
@@ -292,7 +292,7 @@ class ProcessManager:
         return [child.name for child in self._of("searcher")]
 
     def retire(self, name: str) -> bool:
-        """Mark a searcher as no longer desired; return whether it has to be stopped."""
+        """Mark a searcher as no longer desired; return whether the caller has to stop it."""
         child = self._children[name]
         is_new = child not in self._retired
         self._retired.add(child)
@@ -306,7 +306,7 @@ class ProcessManager:
         return code
 
     def may_start(self, name: str, *, even_if_given_up: bool) -> bool:
-        """Return whether the name is free: it never started, or it was retired or given up and has ended."""
+        """Return whether a searcher of this name may start: it never did, or has ended and was retired or given up."""
         child = self._children.get(name)
         if child is None:
             return True
@@ -328,7 +328,7 @@ class ProcessManager:
             await asyncio.gather(*(child.stop(self.stop_timeout_s) for child in self._of(kind)))
 
     def kill(self, *, except_for: tuple[str, ...] = ()) -> None:
-        """Kill every child that still runs."""
+        """Send SIGKILL to every child that still runs, except for the named ones."""
         for child in self._children.values():
             if child.name not in except_for:
                 child.send(signal.SIGKILL)
@@ -337,7 +337,7 @@ class ProcessManager:
         return [child for child in self._children.values() if child.spec.kind == kind]
 
     def _describe_end(self, child: ChildProcess, code: int) -> str:
-        """Return which child ended how: with its own error, else print its last log lines."""
+        """Return a sentence about the end of a child, with its own error if it has one; else print its last lines."""
         log_path = self.folder.log_path(child.name)
         if child.name == "trainer" and code == EXIT_STOPPED:
             return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
@@ -356,9 +356,9 @@ class ProcessManager:
 
 
 async def until_first_end(work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:
-    """Return the result of the work, unless one of the others, which never end, fails before.
+    """Return the result of `work`, or raise the error of one of `others`, which never return, if it fails before.
 
-    A dead child explains a failed call of the work, so the errors of the others come first.
+    If both fail, the error of `others` is raised, because the death of a child explains why a call of the work failed.
     """
     task, rest = asyncio.create_task(work), [asyncio.create_task(each) for each in others]
     try:
@@ -382,10 +382,10 @@ async def run_with_processes(
     lock_fd: int | None,
     stop_timeout_s: float,
 ) -> T:
-    """Do the work with a manager whose children are watched; whatever happens, no child is left.
+    """Run `work` with a process manager that watches its children; stop all children at the end, also after an error.
 
     Raises:
-        ChildError: a child died, which explains a failure of the work better than the error of the work.
+        ChildError: a child died; this takes precedence over an error of the work.
     """
     reaper = OrphanReaper(lock_fd)
     processes = ProcessManager(folder=folder, console=console, reaper=reaper, stop_timeout_s=stop_timeout_s)

@@ -28,10 +28,10 @@ async def until_over(
 ) -> RunInfo:
     """Poll the run about once a second until it is done, and print a line about it every 5 s.
 
-    The whole wait has no deadline but the run itself.
+    The wait as a whole has no deadline.
 
     Args:
-        silence_s: deadline of silence (wait `buffer-poll`).
+        silence_s: longest time without an answer of the buffer service (wait `buffer-poll`).
         on_run: called with the run after every poll, until it is over.
         failed_lineage: the lineage whose failure is being resumed: the run stays `failed` until the trainer has taken a
             new one.
@@ -71,7 +71,7 @@ async def until_over(
 
 
 def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float | None) -> str:
-    """Return how far the run is, without what is unknown.
+    """Return a line about how far the run is; unknown values are left out.
 
     Args:
         step_s: seconds for each step of this lineage so far.

@@ -1,4 +1,4 @@
-"""Resume a run with the recipe that it began with, and notice where the recipe's file has changed since."""
+"""Resume a run with the recipe that it began with, and find changes of the recipe's file since then."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def resume_recipe(
     """Return the recipe that a run continues with: the one that it began with, plus `sets`.
 
     Args:
-        path: the recipe file that was named; None: none was.
-        on_difference: called with a line for each key that differs.
+        path: the recipe file that the user named, which must not have changed; None: no file was named.
+        on_difference: called with a line of text for each key that differs.
     """
     # the variables of the start are in it already; those of this shell may be for something else
     recipe = load_recipe(folder.recipe_path, sets=sets, environ={})
@@ -80,7 +80,7 @@ def differences(
 
 
 def check_constant(began: Recipe, taken: Recipe) -> None:
-    """Check that no constant of the run has changed, by its file or by `--set`."""
+    """Raise ConfigError if a setting of CONSTANT differs between the recipe at the begin of the run and the new one."""
     sections = {name.partition(".")[0] for name in CONSTANT}
     before, after = (recipe.model_dump(mode="json", include=sections) for recipe in (began, taken))
     for key, (old, new) in differences(before, after):

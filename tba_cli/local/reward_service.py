@@ -1,4 +1,4 @@
-"""A reward service of a command's own, for as long as the command needs scores."""
+"""Start a reward service for one command, for as long as the command needs scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK_TIMEOUT_S = 5.0
 
 
 def with_own_reward(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return the recipe with the address of a service of our own, and new tokens unless it names a tokens file."""
+    """Return the recipe with a free loopback address for the service, and new tokens unless it has a tokens file."""
     (port,) = choose_ports([PortRequest("reward.port", LOOPBACK, 0)])
     document = recipe.model_dump(mode="json")
     document["reward"] |= {"host": LOOPBACK, "port": port, "url": f"{recipe.tls.scheme}://{LOOPBACK}:{port}"}
@@ -52,6 +52,6 @@ async def start_reward(processes: ProcessManager, config: Recipe, folder: RunFol
 
 
 def reward_client(config: Recipe, *, timeout_s: float = ASK_TIMEOUT_S) -> RewardClient:
-    """Return a client of the recipe's reward service; every call is one attempt."""
+    """Return a client of the recipe's reward service that does not retry calls."""
     token = role_token(config.auth.tokens_file, "searcher")
     return RewardClient(config.reward_url, token=token, retry_s=0, timeout_s=timeout_s, ca_file=config.tls.ca_file)

@@ -1,6 +1,6 @@
-"""Ask the scorers of a recipe before a run starts, through a reward service like the run's.
+"""Try the scorers of a recipe before a run starts, through a reward service like the run's.
 
-The service runs in a temporary folder; nothing of a run changes.
+The service runs in a temporary folder, and changes nothing of a run.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ SERVICE = "tba_reward"
 LARGE_BYTES = 2**30
 """Models above this size are not loaded only for the trial."""
 MAX_VALUES, MAX_VALUE_CHARS = 8, 10_000
-"""Values of a prompt's data that are tried as responses, and their length."""
+"""Most values of a prompt's data that are tried as responses, and the longest such value."""
 MAX_SHOWN_CHARS = 30
 MAX_ALIKE = 16
-"""Sets of data columns that are tried, of each task."""
+"""Most different sets of data columns that are tried for each task."""
 STOP_TIMEOUT_S = 5.0
 
 
 def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Trial:
-    """Start a reward service, ask it for the rewards of made-up responses, stop it.
+    """Start a reward service, let it score made-up responses, stop it, and return the results.
 
     Args:
-        recipe: with absolute paths.
-        prompts: of every task, one for each set of data columns is used.
-        http: also ask endpoints on other machines.
+        recipe: the recipe with absolute paths.
+        prompts: all prompts; the first one of each task and set of data columns is used.
+        http: whether to try scorers of kind `http` too, which ask endpoints on other machines.
     """
     trial = Trial()
     tried = _without(recipe, trial.left_out, http=http)
@@ -84,10 +84,10 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Tri
 
 
 def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
-    """Start a reward service with the scorers of the recipe, return what `ask` gets from it, stop it.
+    """Start a reward service with the scorers of the recipe, return what `ask` returns for its client, and stop it.
 
     Args:
-        recipe: with absolute paths.
+        recipe: the recipe with absolute paths.
     """
     if importlib.util.find_spec(SERVICE) is None:
         raise ConfigError("the reward service is not installed here: pip install 'tba[reward]'")
@@ -122,7 +122,7 @@ def made_up_tokens(response: str) -> list[int]:
 
 
 def _alike(prompts: Sequence[Prompt]) -> dict[str, list[Alike]]:
-    """Return the prompts of each task by the columns of their data that are not null; the commonest columns first."""
+    """Group the prompts of each task by the non-null columns of their data; the most frequent columns come first."""
     firsts: dict[str, dict[frozenset[str], Prompt]] = {}
     num: dict[str, Counter[frozenset[str]]] = {}
     for prompt in prompts:
@@ -144,7 +144,7 @@ def _alike(prompts: Sequence[Prompt]) -> dict[str, list[Alike]]:
 
 
 def _responses(prompt: Prompt, reward: TaskReward | None) -> Iterator[tuple[str, str]]:
-    """Yield responses, and what they are: one that is hardly right, then the texts and numbers of the prompt's data."""
+    """Yield (description, response): first one that should be wrong, then texts and numbers of the prompt's data."""
     values = {
         f"data.{name}": str(value)
         for name, value in prompt.data.items()

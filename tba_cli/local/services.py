@@ -1,4 +1,4 @@
-"""The services of a local run: the command of every child, the wait until a service is ready, the pool of searchers."""
+"""Start the services of a local run: the command of every child, the wait for readiness, and the pool of searchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tba_cli.run_folder import RunFolder
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 2.0
 QUIET_START_S = 2.0
-"""A reason that is gone by then is not worth a line."""
+"""Reasons why a service is not ready are shown only after this time."""
 DRAIN_SLACK_S = 10.0
 WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 
@@ -31,10 +31,11 @@ WITH_TOKENS = ("buffer", "reward", "searcher", "trainer")
 def process_spec(
     recipe: Recipe, folder: RunFolder, kind: str, number: int = 0, *, words: Sequence[str] = ()
 ) -> ProcessSpec:
-    """Return how to start a process.
+    """Return the name, command and environment of a child process.
 
     Args:
         kind: a key of `processes.PARTS`; a trainer of several processes is started by torchrun.
+        words: arguments before `--config`.
     """
     if kind == "redis":
         command = redis_command(
@@ -87,7 +88,7 @@ class SearcherPool:
                                                          then SIGKILL; meanwhile the run continues
 
     Args:
-        recipe: its number holds until somebody asks for another one.
+        recipe: its number of searchers is desired until somebody asks for another number.
     """
 
     def __init__(self, recipe: Recipe, processes: ProcessManager) -> None:
@@ -98,10 +99,10 @@ class SearcherPool:
         self._stopping: set[asyncio.Task[int]] = set()
 
     async def keep(self, searchers: SearchersInfo | None) -> None:
-        """Start missing searchers and stop superfluous ones, without waiting for those that drain.
+        """Start missing searchers and stop superfluous ones, without waiting until these have drained.
 
         Args:
-            searchers: the state in the buffer service; None: as the recipe says.
+            searchers: the desired number, as the buffer service has it; None: the number of the recipe.
 
         Raises:
             ChildError: a searcher cannot be started.
@@ -138,10 +139,10 @@ async def wait_until_ready(
     """Return when GET /readyz answers 200. The caller bounds the wait.
 
     Args:
-        ca_file: the authorities that are trusted for an https URL; None: the system's.
-        on_progress: called with every new reason why the service is not ready, after its first moments.
-        is_enough: asked in a thread each time that the service is not ready: True ends the wait. It raises where
-            waiting cannot help.
+        ca_file: the certificate authorities that are trusted for an https URL; None: the system's.
+        on_progress: called with every new reason why the service is not ready, once QUIET_START_S have passed.
+        is_enough: called in a thread each time that the service answers that it is not ready. True ends the wait. It
+            raises if waiting cannot help.
 
     Raises:
         TlsError: the certificate there is not accepted.
@@ -163,7 +164,7 @@ async def wait_until_ready(
 async def wait_for_reward(
     client: RewardClient, ca_file: str | None = None, *, on_progress: Callable[[str], None]
 ) -> None:
-    """Return when the reward service is ready; a scorer that did not start ends the wait at once."""
+    """Return when the reward service is ready; raise at once if a scorer did not start."""
 
     def is_enough() -> bool:
         with suppress(ServiceError):  # the service ends or becomes ready right now; the next check tells
@@ -174,7 +175,7 @@ async def wait_for_reward(
 
 
 def _why_not(client: ServiceClient) -> str | None:
-    """Return why a service is not ready: None where it is, an empty text where it does not answer."""
+    """Return why a service is not ready: None if it is ready, an empty text if it does not answer."""
     try:
         problem = client.not_ready()
     except UnavailableError:

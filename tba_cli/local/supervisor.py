@@ -62,15 +62,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequestedError(Exception):
-    """Ctrl-C, SIGTERM or SIGHUP: the run has to stop, to be resumed later."""
+    """Ctrl-C, SIGTERM or SIGHUP has asked the run to stop; it can be resumed later."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Supervisor:
-    """One start of a local run."""
+    """Starts, watches and stops the children of a local run, once."""
 
     recipe: Recipe
-    """With real ports and addresses, as in config.json."""
+    """The recipe with real ports and addresses, as in config.json."""
     original: Recipe
     """The recipe as resolved before ports were chosen; a resume starts from it."""
     folder: RunFolder
@@ -103,10 +103,10 @@ class Supervisor:
         )
         self._pool = SearcherPool(recipe, self._processes)
         self._loss = ""
-        """The loss of Redis that nobody has accepted, as the buffer described it last during the wait for it."""
+        """The last description of a loss of Redis that nobody has accepted, while the buffer is not ready."""
 
     async def run(self) -> dict[str, Any]:
-        """Run to the end and return the summary; whatever happens, no child is left when this returns.
+        """Run to the end and return the summary; all children are stopped before this returns or raises.
 
         Raises:
             StopRequestedError: a signal asked for a stop; everything was stopped cleanly.
@@ -199,7 +199,7 @@ class Supervisor:
         return lambda reason: self.console.info(f"{name} is not ready yet: {reason}")
 
     def _explain_loss(self) -> bool:
-        """Print the command that accepts a loss: a buffer over a Redis that has lost data waits for a person."""
+        """Print the command that accepts a loss of Redis, once per loss: the buffer waits for it. Return False."""
         loss = None
         # one attempt, without the retries of the other calls
         with closing(BufferClient(self.recipe.buffer_url, retry_s=0, **self._calls)) as client, suppress(ServiceError):
@@ -217,9 +217,10 @@ class Supervisor:
         return False
 
     async def _prepare_run(self) -> RunInfo:
-        """Wait for the origin, check and upload the prompts, write the addresses, resume a paused run; return the run.
+        """Prepare the run in the services, and return its state.
 
-        From here on the folder holds a run that can be resumed: recipe.json is written.
+        Wait until a snapshot is loaded, check and upload the prompts, write the addresses, and resume a paused run.
+        This writes recipe.json, so the run can be resumed from here on.
         """
         if self.recipe.run.snapshot is not None:
             origin = await until_loaded(self._client, self.console, silence_s=self.recipe.local.start_timeout_s)
@@ -254,10 +255,10 @@ class Supervisor:
         self.folder.write_json(self.folder.endpoints_path, endpoints)
 
     def _check(self) -> None:
-        """Check that every prompt is scored, that Redis holds a run that has begun, and that no fewer steps are asked.
+        """Check that every prompt is scored and, if the run has begun, that Redis holds it and no step is too many.
 
         Raises:
-            ConfigError: nothing scores a prompt: it would be generated for and never trained on.
+            ConfigError: no reward scores a prompt, or the run has made more steps than the recipe asks for.
             OlderRedisError: Redis does not hold the run, which would begin again.
         """
         rewards = self._rewards.rewards()

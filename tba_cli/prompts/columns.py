@@ -1,8 +1,8 @@
 """Turn a row of a data set into a prompt.
 
-The task is one for all rows. The text comes from a column or a template, and the data from columns (whole, before or
-after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Where a row lacks something, or has
-a wrong value, every function here raises RowError.
+All rows of a data set have one task. The text comes from a column or a template, and the data from columns (whole,
+before or after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Every function here raises
+RowError if a row lacks a value or has a wrong one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BOXES = ("\\boxed", "\\fbox")
 
 
 class RowError(Exception):
-    """A row cannot become a prompt; names the column and the value."""
+    """A row cannot become a prompt; the message names the column and the value."""
 
 
 def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
-    """Return the prompt of a row."""
+    """Return the prompt of a row with this text; the data come from the row's columns."""
     data = {
         key: plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
         for key, rule in section.data.items()
@@ -45,7 +45,7 @@ def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, An
 
 
 def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Return the text of a row, or its messages, which the chat template makes text of."""
+    """Return the text of a row, or a list of messages that the chat template has to turn into text."""
     if section.template is not None:
         parts = template_parts(section.template)
         return "".join(literal + (column_text(values, name) if name else "") for literal, name in parts)
@@ -60,7 +60,7 @@ def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str,
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Return the parts of a template, for example "Q: {question}\\nA:": a text, and the column behind it."""
+    """Return the parts of a template such as "Q: {question}\\nA:", each as (text, name of the column after it)."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -75,7 +75,7 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
 
 def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: the content is one text, and what is null is left out."""
+    """Return messages in the form of chat templates: the content is one text, and null fields are left out."""
     found = []
     for number, message in enumerate(value, start=1):
         place = f"{where}, message {number} ({message['role']})"
@@ -90,7 +90,7 @@ def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or at a path into nested ones, such as `reward_model.ground_truth`."""
+    """Return the value of a column, or of a path into nested columns such as `reward_model.ground_truth`."""
     # a name may have dots of its own
     value, place = values, "this row"
     for part in [name] if name in values else name.split("."):
@@ -102,7 +102,7 @@ def column(values: Mapping[str, Any], name: str) -> Any:
 
 
 def plain(where: str, value: Any) -> Any:
-    """Return the value, which must be JSON. Raises RowError that names the part that is not."""
+    """Return the value unchanged if it is JSON; raise RowError with the part that is not."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -116,13 +116,13 @@ def plain(where: str, value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """Return a value as errors show it."""
+    """Return the repr of a value for an error message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def column_text(values: Mapping[str, Any], name: str) -> str:
-    """Return a column as text. Raises RowError where it is absent or neither text nor a number."""
+    """Return a column as text; raise RowError if it is missing, or is neither text nor a finite number."""
     value = column(values, name)
     # True is an int in Python, and "True" no text that anyone meant
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -134,11 +134,11 @@ def column_text(values: Mapping[str, Any], name: str) -> str:
 
 
 Gold = Mapping[str, Collection[str]]
-"""Task -> the keys of a prompt's data in which its gold answer is."""
+"""Task -> the keys of a prompt's data that hold its gold answers."""
 
 
 def check_gold(prompt: Prompt, gold: Gold) -> None:
-    """Refuse a prompt without a gold answer: each of its rollouts would be generated, and have no score."""
+    """Raise RowError if a prompt has no gold answer, because none of its rollouts could be scored."""
     for key in gold.get(prompt.task, ()):
         value = prompt.data.get(key)
         answers = value if isinstance(value, list) and value else [value]
@@ -150,7 +150,7 @@ def check_gold(prompt: Prompt, gold: Gold) -> None:
 
 
 def validated(values: dict[str, Any]) -> Prompt:
-    """Return a prompt of these fields. Raises RowError that names the field and the value."""
+    """Return a prompt with these fields; raise RowError with the field and value that are wrong."""
     try:
         return Prompt.model_validate(values)
     except ValidationError as error:
@@ -161,7 +161,7 @@ def validated(values: dict[str, Any]) -> Prompt:
 
 
 def extracted(rule: ColumnValue, value: Any) -> Any:
-    """Return what the rule takes from the value of its column."""
+    """Apply a rule to the value of its column: take all, a box, a JSON key, or the text before or after a marker."""
     if rule.extract == "whole":
         return value
     if not isinstance(value, str):
@@ -199,7 +199,7 @@ def extracted(rule: ColumnValue, value: Any) -> Any:
 
 
 def _braced(text: str) -> str | None:
-    """Return the text between the first brace and the one that closes it, or None where none does."""
+    """Return the text between the first brace and the brace that closes it, or None if it is never closed."""
     depth, escaped = 0, False
     for index, char in enumerate(text):
         # a brace behind a backslash is a character of the answer, as in \{1, 2\}

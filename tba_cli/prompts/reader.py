@@ -28,7 +28,7 @@ NOT_FAILED = frozenset({"ok", "idle", STARTING})
 
 
 def prompts_of(recipe: Recipe) -> list[Prompt]:
-    """Return every prompt of the recipe."""
+    """Return every prompt of the recipe; if no data set names held-out rows, hold out `data.num_heldout` of them."""
     data = recipe.data
     if data.generator is not None:
         where = f"generator {data.generator!r}"
@@ -61,7 +61,7 @@ def prompts_of(recipe: Recipe) -> list[Prompt]:
 
 
 def heldout_prompts(recipe: Recipe) -> list[Prompt]:
-    """Return the held-out prompts, in order; a data set to train on is not even read."""
+    """Return the held-out prompts, in order; if `[[data.sets]]` names held-out rows, read only these."""
     # a data set to train on may have millions of rows
     if _names_heldout(recipe):
         return _prompts_of_sets(recipe, ("heldout",))
@@ -93,7 +93,7 @@ def _names_heldout(recipe: Recipe) -> bool:
 
 
 def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
-    """Return the prompts of `[[data.sets]]`; equal content is one prompt."""
+    """Return the prompts of `[[data.sets]]`; rows with equal content become one prompt."""
     gold = gold_keys(recipe)
     found: dict[str, Prompt] = {}
     for split in splits:
@@ -128,7 +128,7 @@ def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
 
 
 def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str]:
-    """Return the text of each row; of messages, the one that the chat template of the starting model makes."""
+    """Return the text of each row; messages become text by the chat template of the starting model."""
     if section.texts is not None:
         return [row.values["text"] for row in rows]
     texts: list[Any] = []
@@ -164,7 +164,7 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
 
 
 def gold_keys(recipe: Recipe) -> Gold:
-    """Return where the scorers of each task look for a gold answer."""
+    """Return for each task the data keys in which its scorers look for a gold answer."""
     keys = {task: ["answer"] for task in BUILT_IN_TASKS}
     own = {
         task: [spec.field for spec in reward.scorers if isinstance(spec, GoldSpec)]
@@ -174,7 +174,7 @@ def gold_keys(recipe: Recipe) -> Gold:
 
 
 def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
-    """Return a sentence about held-out prompts that are trained on too; None where there are none."""
+    """Return a sentence about held-out prompts that are trained on too; None if there are none."""
     # `texts` are in both on purpose: red-teaming has one prompt
     written = {text for section in recipe.data.sets for text in section.texts or ()}
     # by text, since ids may differ
@@ -185,7 +185,7 @@ def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
 
 
 def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:
-    """Upload prompts in chunks; idempotent. The counts of new and same prompts are totals over all chunks."""
+    """Upload prompts in chunks; this is idempotent. The reply has the counts of new and known prompts of all chunks."""
     num_new = num_same = num_train = num_heldout = 0
     for chunk in chunks(prompts, max_chunk_bytes=max_chunk_bytes):
         reply = client.upload_prompts(chunk)
@@ -195,7 +195,7 @@ def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk
 
 
 def chunks(prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> Iterator[list[Prompt]]:
-    """Yield lists of at most 1,000 prompts and `max_chunk_bytes` of JSON; a larger prompt is a list of its own."""
+    """Yield lists of at most 1,000 prompts and `max_chunk_bytes` of JSON; a larger prompt gets its own list."""
     chunk: list[Prompt] = []
     num_bytes = 0
     for prompt in prompts:
@@ -215,7 +215,7 @@ def tasks_of_recipe(recipe: Recipe) -> list[str]:
 
 
 def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
-    """Check that every prompt can be scored: else it would be generated for and never trained on."""
+    """Raise ConfigError if no reward scores a prompt: its rollouts would be generated, and never trained on."""
     known = list(known)
     for prompt in prompts:
         if prompt.task not in known:
@@ -226,7 +226,7 @@ def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
 
 
 def check_healthy(rewards: Iterable[RewardInfo]) -> None:
-    """Check that no scorer failed to start: the service would retry it for ever, while a person waits for the run."""
+    """Raise ConfigError if a scorer failed to start: the service would retry forever, while a person waits."""
     for reward in rewards:
         for scorer in reward.scorers:
             if scorer.health not in NOT_FAILED:

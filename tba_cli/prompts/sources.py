@@ -62,10 +62,10 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
     """Yield the rows of a data set that `datasets.load_dataset` finds: on the hub, in its cache, or in a folder.
 
     Args:
-        name: on the hub, or a folder with data files.
-        split: which split of it, for example train or train[:1000].
-        subset: which configuration, where it has several; for example main of openai/gsm8k.
-        columns: that are read, or paths into nested ones; all, where the data set lacks one of them.
+        name: name on the hub, or a folder with data files.
+        split: the split to read, for example train or train[:1000].
+        subset: the configuration to read, if there are several; for example main of openai/gsm8k.
+        columns: the columns to read, or paths into nested columns; if one is missing, all columns are read.
     """
     where = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
     try:

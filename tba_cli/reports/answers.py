@@ -20,7 +20,7 @@ from tba.fields import StrictModel, escape_controls
 from tba_cli.console import known
 
 TEXT_CHARS = 400
-"""Most characters of a text for people; the JSON document has all of it."""
+"""Most characters of a text in the printed lines; the JSON document has the whole text."""
 Line = dict[str, Any]
 
 
@@ -29,13 +29,13 @@ class Answer(StrictModel):
 
     text: str
     rewards: dict[str, float | None]
-    """By task; None: unknown."""
+    """Task -> reward; None: unknown."""
     unknown: dict[str, str]
     """Task -> why its reward is unknown."""
 
 
 class AnswerPair(StrictModel):
-    """One prompt and its answer under two versions; None: the engine refused the prompt."""
+    """One prompt with its answers under two versions. An answer is None if the engine refused the prompt."""
 
     prompt_id: str
     prompt: str
@@ -46,23 +46,23 @@ class AnswerPair(StrictModel):
 
 
 class Difference(StrictModel):
-    """A mean over prompts under two versions, and the mean of the differences of each prompt."""
+    """A mean over prompts under two versions, and the mean difference per prompt."""
 
     task: str
     what: str
     before: Estimate
     after: Estimate
     difference: Estimate
-    """Over the prompts that are known under both."""
+    """The mean difference over the prompts with a known score under both versions."""
     num_better: int
     num_worse: int
     num_same: int
     num_unknown: int
-    """Prompts without a known score under one of them."""
+    """Prompts without a known score under at least one version."""
 
 
 class AnswerComparison(StrictModel):
-    """What `tba evaluate --compare` found. Pairs that got worse stand first, those that are the same last."""
+    """The result of `tba evaluate --compare`. Pairs that got worse come first, unchanged pairs last."""
 
     run: str
     versions: tuple[str, str]
@@ -131,7 +131,7 @@ def _first(lines: Sequence[Line]) -> Answer | None:
 
 
 def _rank(pair: AnswerPair) -> tuple[bool, float]:
-    """Return the sort key: what changed, the worst first, for that is what one would miss; then what is the same."""
+    """Return the sort key of a pair: changed pairs come first, by their change of reward; unchanged pairs follow."""
     before, after = (list(answer.rewards.values()) if answer else [None] for answer in (pair.before, pair.after))
     is_known = None not in before and None not in after
     return pair.before == pair.after, sum(filter(None, after)) - sum(filter(None, before)) if is_known else 0.0
@@ -153,7 +153,7 @@ def _difference(task: str, what: str, values: Sequence[tuple[list[float], ...]])
 
 
 def comparison_lines(comparison: AnswerComparison, *, limit: int) -> list[str]:
-    """Return the first pairs, three lines each, and a line for each difference."""
+    """Return three lines for each of the first `limit` pairs, a line of counts, and a line for each difference."""
     before, after = comparison.versions
     width, lines = max(len(before), len(after)), []
     for pair in comparison.pairs[:limit]:

@@ -23,7 +23,7 @@ RUN_COLUMNS = (
     ("realised m", "realised_most_on_policy", ".3f"),
     ("rollouts", "rollouts_generated", "d"),
 )
-"""Heading, key of summary.json, number format."""
+"""For each column its heading, its key in summary.json, and its number format."""
 
 
 def runs_markdown(summaries: Sequence[dict[str, Any]]) -> str:

@@ -20,7 +20,7 @@ class Timing(StrictModel):
     starts: tuple[float, ...] = ()
     """When the services were started, in Unix seconds."""
     warm_start_s: float | None = None
-    """None: the model was there already."""
+    """Seconds that the warm start took; None: it was not needed."""
 
 
 class Ended(StrictModel):
@@ -43,7 +43,7 @@ class History(StrictModel):
     """The live settings at the end, and every change of them."""
     stats: Stats
     advice: str | None = None
-    """What the data of the run call for at its end (`RunSummary.advice`)."""
+    """Advice at the end of the run (`RunSummary.advice`), or None."""
     timing: Timing
 
     @property
@@ -63,7 +63,7 @@ def load_history(path: Path) -> History:
 
 
 def load_timing(folder: RunFolder) -> Timing:
-    """Read timing.json; empty when the run never started its services."""
+    """Read timing.json; return an empty Timing if the run never started its services."""
     try:
         return Timing.model_validate_json(folder.timing_path.read_bytes())
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def load_timing(folder: RunFolder) -> Timing:
 
 
 def load_end(folder: RunFolder) -> Ended:
-    """Return when and why the last start of a run ended: from ended.json, else from traces of a killed supervisor."""
+    """Return when and why the last start of a run ended: from ended.json, else from the times of the newest files."""
     try:
         return Ended.model_validate_json(folder.ended_path.read_bytes())
     except (OSError, ValidationError):

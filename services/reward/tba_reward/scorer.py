@@ -248,7 +248,7 @@ _INLINE_THREAD = ThreadPoolExecutor(1, thread_name_prefix="inline-scorer")
 
 
 class InlineScorer:
-    """Applies a rule to one item after another in a thread; concurrent requests take turns after each chunk of items."""
+    """Applies a rule to one item after another in a thread; concurrent requests take turns by chunks of items."""
 
     def __init__(self, rule: Rule, params: Params, *, version: str) -> None:
         self._rule, self._params, self.version = rule, params, version

@@ -1,4 +1,4 @@
-"""The checks of `tba doctor`, by name. Each yields results, and gives every question that it asks a deadline."""
+"""The checks of `tba doctor`, by name. Each yields results; every request that it sends has a deadline."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ print(json.dumps({**answer, "refused": refused}))
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Check before anything starts that this machine has the devices of the recipe."""
+    """Raise ConfigError if torch cannot use a device of the recipe here; done before anything starts."""
     devices = {"trainer.device": recipe.trainer.device}
     # the simulated engine has no model, and an offline run no searcher
     if recipe.searcher.engine != "simulated" and not recipe.is_offline:
@@ -131,9 +131,9 @@ def _no_gpu(answer: dict[str, Any]) -> str:
 
 
 def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
-    """Return what torch knows of its GPUs, and which of the devices it refuses; or the reason why it cannot be asked.
+    """Return torch's version, its GPUs and the refused devices; or, as text, why torch cannot be asked.
 
-    A child process does it: the command line itself never imports torch.
+    A child process imports torch, because the command line itself never does.
     """
     try:
         done = subprocess.run(
@@ -152,7 +152,7 @@ def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
 
 
 def check_disk(target: Target) -> Iterator[CheckResult]:
-    """Check the free space where the services write, and shared memory."""
+    """Check that the services can write to their folders, that these have free space, and the size of shared memory."""
     recipe, weights_bytes, folder = target.recipe, 0, Path(target.recipe.model.path)
     if {"trainer", "searcher"} & target.services and folder.is_dir():
         # two versions: the one in use and the one that is being pulled or written

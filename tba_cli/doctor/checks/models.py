@@ -1,4 +1,4 @@
-"""Check that the models which the services of this machine read are whole, here or in the store."""
+"""Check that the models that the services of this machine read are complete, here or in the store."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from tba_cli.setup.prepare import endless_warning, measure_model
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
 INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
-"""Reasons for no score that the made-up response may have caused."""
+"""Failure reasons that the made-up response may have caused, so that they prove no error of the recipe."""
 SLACK_S = 60.0
-"""Time for everything beside the start of the scorers and their answers."""
+"""Time for everything other than the start of the scorers and their answers."""
 ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` asks the reward service"
 OFFLINE = "--offline: a network would be needed"
 Check = Callable[[Target], Iterator[CheckResult]]
@@ -43,11 +43,11 @@ class Alike:
     num_prompts: int
     num_of_task: int
     results: list[tuple[str, ScoreResult]] = field(default_factory=list)
-    """What made-up responses to the first one were, and their results."""
+    """For each made-up response to `first`, what it was and its result."""
 
     @property
     def problem(self) -> str | None:
-        """A sentence if their data lack what the scorer needs."""
+        """A sentence if the data of these prompts lack what the scorer needs, else None."""
         error = self.results[0][1].error
         # other errors may be those of the one response
         if error is None or error.reason != "bad_data":
@@ -60,19 +60,20 @@ class Alike:
 
 @dataclass(slots=True)
 class Trial:
-    """The results of asking every scorer."""
+    """The results of scoring made-up responses with every scorer."""
 
     tried: dict[str, list[Alike]] = field(default_factory=dict)
-    """Task -> its prompts by their columns, the commonest first; of these several responses were tried."""
+    """Task -> its groups of prompts with the same columns, the largest first. Several responses were tried for the
+    first group, and one for each other group."""
     num_untried: Counter[str] = field(default_factory=Counter)
-    """Task -> prompts with still other columns."""
+    """Task -> number of prompts with rarer columns, which were not tried."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks whose scorers were not all asked, and why."""
     right: set[str] = field(default_factory=set)
-    """Tasks for which one of several responses should be right, as far as anyone can know."""
+    """Tasks for which one of the tried responses should be right, so that equal scores deserve a warning."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield tasks that cannot be scored, or of which some prompts cannot, each with a sentence."""
+        """Yield (task, sentence) for each task of which all prompts, or some, cannot be scored."""
         for task, sets in self.tried.items():
             lacking = [each.problem for each in sets if each.problem is not None]
             problem = problem_of(sets[0].results)
@@ -82,18 +83,18 @@ class Trial:
                 yield from ((task, sentence) for sentence in lacking)
 
     def check(self) -> None:
-        """Raise ConfigError where a prompt cannot be scored."""
+        """Raise ConfigError if there is a problem."""
         for task, problem in self.problems():
             raise ConfigError(f"{problem}; {fix_of(task)}")
 
 
 def fix_of(task: str) -> str:
-    """Return what to do where prompts of a task cannot be scored."""
+    """Return advice for a task whose prompts cannot be scored."""
     return f"correct reward.tasks.{task}, or the data of the prompts"
 
 
 def problem_of(results: Sequence[tuple[str, ScoreResult]]) -> str | None:
-    """Return why none of the results is a score, or None where one is, or the made-up responses may be the cause."""
+    """Return why no result has a score; None if one has, or if the made-up responses may be the cause."""
     errors = [result.error for _, result in results if result.error is not None]
     conclusive = [error for error in errors if error.reason not in INCONCLUSIVE_REASONS]
     if len(errors) < len(results) or not conclusive:
@@ -117,7 +118,7 @@ class RecipeChecks:
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of the check of the prompts, and again of all others together."""
+        """Seconds for the check of the prompts, and as many again for all other checks together."""
         return self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s + SLACK_S
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
@@ -196,7 +197,7 @@ class RecipeChecks:
             yield ok("prompt-length", lines)
 
     def check_temperature(self, target: Target) -> Iterator[CheckResult]:
-        """Warn where no rollout is of the policy that is trained."""
+        """Warn if no rollout is sampled at the policy temperature, so that none is of the policy that is trained."""
         if (warning := self.recipe.temperature_warning) is not None:
             yield warn("temperature", *warning.rsplit("; ", 1))
 
@@ -224,7 +225,7 @@ class RecipeChecks:
                 yield _tried_result(trial, task, sets[0].results, self.file)
 
     def _missing(self, paths: set[str]) -> list[str]:
-        """Return which of these folders are not there yet, and `tba run` fetches or makes them."""
+        """Return the folders among `paths` that do not exist yet and that `tba run` fetches or makes."""
         wanted = made_at_start(self.recipe) & paths
         return [path for path in missing(self.recipe, at_start=True) if path in wanted] if wanted else []
 

@@ -16,14 +16,14 @@ from tba.tokens import ROLES, RoleTokens, is_digest, load_role_tokens
 from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, ok, skip, warn
 
 READ_PATHS = {"buffer": "/v1/run", "reward": "/v1/rewards"}
-"""A path of each service that a GET reads and that changes nothing."""
+"""A path of each service that a GET reads without any effect."""
 READERS = {"buffer": ROLES, "reward": ("searcher", "operator", "viewer")}
-"""The roles that may read it."""
+"""The roles that may read this path of each service."""
 FIX_TOKENS_FILE = "make the file again (docs/security.md, Tokens): a JSON map of four roles, 16 characters or more each"
 
 
 def check_tokens(target: Target) -> Iterator[CheckResult]:
-    """Check the tokens of each role."""
+    """Check the tokens file and its mode, and send its tokens to the services."""
     path, recipe = target.recipe.auth.tokens_file, target.recipe
     if path is None and target.is_local:
         yield ok("tokens", "there is no auth.tokens_file: every start of `tba run` makes tokens of its own")
@@ -69,7 +69,7 @@ def check_tokens(target: Target) -> Iterator[CheckResult]:
 
 
 def _asked(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
-    """Try each token that the file has in plain, and one that nobody knows."""
+    """Send each service every token that the file has in plain text, and an unknown token."""
     for service in ASKED:
         path = READ_PATHS[service]
         unknown = _status(target, service, path, f"wrong-{secrets.token_hex(12)}")

@@ -18,7 +18,7 @@ from tba_cli.generators import BUILT_IN
 
 LIBRARIES = ("torch", "transformers", "vllm", "pydantic", "boto3", "redis", "datasets")
 HEALTHY = {"ok", "idle"}
-"""`idle`: a scorer that nobody has asked yet starts with its first item."""
+"""Health of a scorer without a problem; an `idle` scorer starts with its first item."""
 
 
 def check_services(target: Target) -> Iterator[CheckResult]:
@@ -65,7 +65,7 @@ def check_services(target: Target) -> Iterator[CheckResult]:
 
 
 def some_token(target: Target) -> str | None:
-    """Return a token that may read the run, or None without authentication or without a readable file."""
+    """Return a token that may read the run; None without authentication or without a readable tokens file."""
     try:
         tokens = load_tokens(target.recipe.auth.tokens_file) or {}
     except ConfigError:
@@ -74,7 +74,7 @@ def some_token(target: Target) -> str | None:
 
 
 def check_releases(target: Target) -> Iterator[CheckResult]:
-    """Compare the release of tba here with those of the services, and show the libraries."""
+    """Compare the version of tba here with the versions of the services, and show the versions of the libraries."""
     libraries = []
     for name in LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -108,7 +108,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
 
 
 def check_rewards(target: Target) -> Iterator[CheckResult]:
-    """Check that the reward service scores every task."""
+    """Check that the reward service scores every task that the recipe names."""
     reply = target.read("reward", "/v1/rewards", RewardsReply, token=some_token(target))
     if reply is None:
         yield skip("reward-tasks", "the reward service does not say which tasks it scores")

@@ -18,12 +18,12 @@ TIMEOUT_S = 10.0
 PART_BYTES = 5 * 2**20
 """The smallest part that S3 allows."""
 LARGE_BYTES = 2 * PART_BYTES + 1024 * 1024
-"""Sent in parts."""
+"""Size of an object that is uploaded in parts."""
 FIX_STORE = "the message says what is wrong; docs/deploy.md, Redis and object stores"
 
 
 def check_store(target: Target) -> Iterator[CheckResult]:
-    """Write, read, list and remove a few objects under `check/`."""
+    """Check that the store answers; unless the services here only read, write and remove objects under `check/`."""
     section = target.recipe.store
     if section.url.startswith("file://"):
         is_of_run = not section.url.startswith("file:///")
@@ -61,7 +61,7 @@ def check_store(target: Target) -> Iterator[CheckResult]:
 
 
 def _large(store: ObjectStore, key: str) -> CheckResult:
-    """Try an upload in parts, and a download in ranges: proxies that limit bodies refuse them."""
+    """Try an upload in parts and a download in ranges; proxies that limit the size of bodies may refuse them."""
     with tempfile.TemporaryDirectory(prefix="tba-doctor-") as place:
         source, copy = Path(place) / "source", Path(place) / "copy"
         source.write_bytes(os.urandom(LARGE_BYTES))

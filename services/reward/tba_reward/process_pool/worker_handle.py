@@ -107,7 +107,7 @@ class WorkerHandle(asyncio.Protocol):
         self._transport.write(job.frame)
 
     def cpu_s(self) -> float:
-        """Return the CPU time of its current item or batch; wall-clock time before the first reply, or without /proc."""
+        """Return the CPU time of its current item or batch; wall-clock time before its first reply or without /proc."""
         if self._pid is None or not _HAS_PROC:
             # the deadline is wall-clock time, as is that of a load
             return self._loop.time() - self.since_s

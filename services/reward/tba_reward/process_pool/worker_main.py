@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _guard(worker: int, service: int) -> NoReturn:
-    """Wait until the worker ends, the service ends or SIGTERM comes. Then kill all descendants, and exit as the worker."""
+    """Wait until the worker or the service ends, or SIGTERM comes; then kill all descendants and exit as the worker."""
     status = None
     # the service may be gone since before its death would have been told
     while status is None and os.getppid() == service and signal.sigwait(_GUARDED) == signal.SIGCHLD:

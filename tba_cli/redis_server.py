@@ -39,7 +39,7 @@ def find_redis_server() -> str:
 
 
 def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> list[str]:
-    """Return the command line of a Redis that writes every change to disk before it acknowledges it, and evicts nothing.
+    """Return the command line of a Redis that writes each change to disk before acknowledging it, and evicts nothing.
 
     The command runs a script that cuts off a half-written end of the append-only file, and then becomes redis-server.
 

@@ -1,4 +1,4 @@
-"""Turn the recipe as written into the one that the children read: real ports, absolute paths, this run's Redis."""
+"""Turn a recipe as written into the recipe that the children read: real ports, absolute paths, this run's Redis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tba_cli.redis_server import redis_url
 from tba_cli.run_folder import RunFolder
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-"""Address to listen on -> one that clients on this machine can connect to."""
+"""Address to listen on -> address to which clients on this machine can connect."""
 PATH_KEYS = (
     ("model", "path"),
     ("data", "path"),
@@ -32,7 +32,7 @@ PATH_KEYS = (
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths: a resume may happen in another current folder."""
+    """Return the recipe with absolute paths, because a resume may happen in another current folder."""
     folders = [item.path for item in recipe.prepare]
     document = with_replaced(
         recipe.model_dump(mode="json"), {path: os.path.abspath(os.path.expanduser(path)) for path in folders}
@@ -48,10 +48,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return the recipe that the children read.
+    """Return the recipe that the children read, with free ports and real addresses.
 
-    Relative paths of the embedded store and of output for people become paths in the run folder. Tokens and passwords
-    that the recipe does not name are those of the folder.
+    A relative store, and the paths of metrics and TensorBoard, are resolved in the run folder. The Redis password is
+    the folder's; so are the tokens, unless the recipe names a tokens file.
     """
     buffer_port, reward_port = choose_ports(
         [
@@ -81,7 +81,7 @@ def with_real_addresses(recipe: Recipe, folder: RunFolder) -> Recipe:
 
 
 def absolute_store_url(url: str, folder: RunFolder) -> str:
-    """Return the URL of a store; a relative `file://` store lies in the run folder."""
+    """Return the URL of a store; a relative `file://` path is resolved in the run folder."""
     scheme, _, path = url.partition("://")
     if scheme != "file" or path.startswith("/"):
         return url
@@ -89,7 +89,7 @@ def absolute_store_url(url: str, folder: RunFolder) -> str:
 
 
 def check_model(recipe: Recipe) -> bool:
-    """Return whether the starting model still has to be made by a warm start."""
+    """Return whether a warm start has to make the starting model first; ConfigError if there is neither."""
     check_embedding_model(recipe.eval.embedding_model)
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
@@ -104,10 +104,10 @@ def check_model(recipe: Recipe) -> bool:
 
 
 def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
-    """Return a warning where a warm start with another seed than the run's made the starting model.
+    """Return a warning if the starting model was made by a warm start with another seed than the run's, else None.
 
     Args:
-        report: its warmstart.json; None: that of the folder.
+        report: the content of the model's warmstart.json; None: read it from the model folder.
     """
     try:
         seed = json.loads(report or (Path(recipe.model.path) / "warmstart.json").read_bytes())["seed"]
@@ -121,9 +121,9 @@ def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
 
 
 def check_custom_objects(recipe: Recipe) -> None:
-    """Find what a recipe names from outside, but for prompt sources and scorers, which have checks of their own.
+    """Raise ConfigError if the module of a custom objective, engine or tracker cannot be found.
 
-    No module is imported: it may need torch.
+    No module is imported, because it may need torch. Prompt sources and scorers have their own checks.
     """
     preset, engine = recipe.objective.preset, recipe.searcher.engine
     if recipe.objective.is_custom:

@@ -38,7 +38,7 @@ from tba.tokens import new_tokens_files
 MARKER = ".tba-run"
 MAX_DOCUMENT_BYTES = 2**30
 MAX_LOG_LINES, MAX_LOG_CHARS = 5, 2000
-"""Limits of the end of a log that is quoted."""
+"""Most lines and characters of the end of a log in an error."""
 
 
 class RunFolder:
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def locked_at_ns(self) -> int:
-        """When a start last took the lock: another time means that the run was started since; 0: never."""
+        """Unix time in nanoseconds when a start last took the lock, so it changes with every start; 0: never."""
         try:
             return self.marker_path.stat().st_mtime_ns
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run reached its end and was written up."""
+        """Whether the run reached its end and its summary was written."""
         return self.summary_path.exists()
 
     def log_path(self, child: str) -> Path:
@@ -105,7 +105,7 @@ class RunFolder:
         return self.logs_path / f"{child}.log"
 
     def end_of_log(self, child: str) -> str:
-        """Return the last lines of a child's log in one line, for an error."""
+        """Return the last lines of a child's log as one line, for an error."""
         try:
             lines = self.log_path(child).read_text(errors="replace", encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -113,11 +113,11 @@ class RunFolder:
         return " | ".join(line.strip() for line in lines[-MAX_LOG_LINES:])[-MAX_LOG_CHARS:] or "nothing"
 
     def tokens_path(self, who: str) -> Path:
-        """Return the tokens file of a service, or of `all`."""
+        """Return the path of a service's tokens file; `all`: the file with every token."""
         return self.secrets_path / "tokens" / f"{who}.json"
 
     def check(self, *, resume: bool, fresh: bool) -> None:
-        """Check that the content of the folder fits the flags."""
+        """Raise ConfigError unless the content of the folder fits the flags."""
         holds_work = self.summary_path.exists() or any(self.store_path.glob("runs/*/checkpoints/*/manifest.json"))
         if holds_work and not self.has_begun and not fresh:
             raise ConfigError(
@@ -138,7 +138,7 @@ class RunFolder:
             )
 
     def check_entries(self) -> None:
-        """Check that what lies at the top is files and folders: reading a device or a pipe need not end."""
+        """Raise ConfigError if an entry is a device, pipe or link to a file (reading may never end), or a huge JSON."""
         for entry in os.scandir(self.path) if self.path.is_dir() else ():
             is_file = entry.is_file(follow_symlinks=False)
             if not (is_file or entry.is_dir()):
@@ -148,7 +148,7 @@ class RunFolder:
 
     @contextmanager
     def acquire(self, *, resume: bool, fresh: bool) -> Iterator[int]:
-        """Lock the folder after `check`; yield the descriptor of the lock."""
+        """Call `check`, create the folder, and lock it; yield the descriptor of the lock."""
         self.check(resume=resume, fresh=fresh)
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
@@ -160,7 +160,7 @@ class RunFolder:
             yield lock_fd
 
     def clear(self) -> None:
-        """Delete everything but the lock, so that nothing of an older run disturbs the one that begins."""
+        """Delete everything but the lock, so that nothing of an older run disturbs the new one."""
         for entry in self.path.iterdir():
             if entry.name == MARKER:
                 continue
@@ -170,7 +170,7 @@ class RunFolder:
                 entry.unlink()
 
     def discard_empty(self) -> None:
-        """Delete the folder of a start that failed before anything of a run was there, with its lock."""
+        """Delete the folder, with its lock, if the start failed before it made anything of a run."""
         if not self.has_begun and not (self.logs_path.is_dir() and any(self.logs_path.iterdir())):
             shutil.rmtree(self.path)
 
@@ -203,7 +203,7 @@ class RunFolder:
         os.replace(half, path)
 
     def _takes_socket(self) -> bool:
-        """Return whether Redis can listen in the folder: not with a long path, nor on exFAT and some network disks."""
+        """Return whether a Unix socket works in the folder: not with a long path, on exFAT or some network disks."""
         self.secrets_path.mkdir(mode=0o700, exist_ok=True)
         self.redis_socket_path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as probe:
@@ -242,7 +242,7 @@ class RunFolder:
 
 
 def num_plain_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder."""
+    """Return the total bytes of the files below a folder; ConfigError if it holds links or special files."""
     num_bytes = 0
     for place, names, files in os.walk(folder):
         for path in (Path(place) / name for name in (*names, *files)):

@@ -23,7 +23,7 @@ POLL_S = 0.3
 SILENCE_S = 300.0
 TOKEN_MARK = "#token="
 MAX_NAMED = 10
-"""An error about a run that does not exist names at most this many others, the newest first."""
+"""Most other runs that an error about a missing run names, the newest first."""
 
 
 def open_client(args: argparse.Namespace) -> BufferClient:
@@ -32,7 +32,7 @@ def open_client(args: argparse.Namespace) -> BufferClient:
 
 
 def open_target(args: argparse.Namespace) -> tuple[BufferClient, str]:
-    """Return a client as `open_client`, and the address of the page of the run, with the token of that client."""
+    """Return a client as `open_client` does, and the URL of the run's web page, which contains the client's token."""
     url, tokens_file, ca_file = (args.url, None, None) if args.url else endpoints_of(run_folder(args))
     token = operator_client_token(args.token_file or tokens_file)
     client = BufferClient(url, token=token, retry_s=RETRY_S, ca_file=args.ca_file or ca_file)
@@ -40,12 +40,12 @@ def open_target(args: argparse.Namespace) -> tuple[BufferClient, str]:
 
 
 class Page(NamedTuple):
-    """The page of a run that somebody serves."""
+    """The web page of a run."""
 
     url: str
-    """With the token, if there is one."""
+    """The address with the token, if there is one."""
     token_file: str | None
-    """Where the token comes from, if a file holds it; `-`: stdin."""
+    """The file that holds the token; `-`: stdin; None: no file."""
 
     @property
     def address(self) -> str:
@@ -54,7 +54,7 @@ class Page(NamedTuple):
 
 
 def page_url(buffer_url: str, token: str | None) -> str:
-    """Return the address of the page of a run. A browser keeps the token behind `#` to itself."""
+    """Return the address of a run's web page. The token is behind `#`, which browsers do not send to servers."""
     return f"{buffer_url.rstrip('/')}/" + ("" if token is None else f"{TOKEN_MARK}{quote(token, safe='')}")
 
 
@@ -116,11 +116,11 @@ def runs_beside(folder: Path) -> str:
 
 
 def save_snapshot(client: BufferClient, name: str) -> SnapshotInfo:
-    """Save the buffer of a run in progress, and wait for it; print its progress to stderr.
+    """Save the buffer of a run in progress as a snapshot, wait until it is saved, and print progress to stderr.
 
     Raises:
         ConflictError: a snapshot of this name exists, or the buffer saves or loads another one.
-        ServiceError: the save failed; says why.
+        ServiceError: the save failed.
         WaitTimeoutError: nothing was written for SILENCE_S.
     """
     info, moved_s = client.save_snapshot(name), time.monotonic()

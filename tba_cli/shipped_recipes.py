@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recipes")
-"""In an installed package, and in the clone; pyproject.toml puts the second into the wheel as the first."""
+"""Folders of recipes: in an installed package, and in the clone. pyproject.toml copies the second into the wheel."""
 
 
 def recipe_path(word: str) -> str:
-    """Return the path of the recipe that a word of the command line means.
+    """Return the path of the recipe that a word of the command line names.
 
     Args:
         word: the path of a file, or the bare name of a recipe that ships with tba, such as `quickstart`. A file of
@@ -31,6 +31,6 @@ def recipe_path(word: str) -> str:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return name and file of every recipe that ships with tba; none in an image that was made without them."""
+    """Return the recipes that ship with tba, as {name: path}; empty in an image that was made without them."""
     folder = next((folder for folder in FOLDERS if folder.is_dir()), None)
     return {} if folder is None else {path.stem: path for path in folder.glob("*.toml")}

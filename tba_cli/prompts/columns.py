@@ -1,8 +1,8 @@
 """Turn a row of a data set into a prompt.
 
 All rows of a data set have one task. The text comes from a column or a template, and the data from columns (whole,
-before or after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Every function here raises
-RowError if a row lacks a value or has a wrong one.
+before or after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Every function here
+raises RowError if a row lacks a value or has a wrong one.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ PAGE_LINES = 500
 
 
 def lineage_tree(parents: Mapping[int, str]) -> LineageTree:
-    """Parse the tree of GET /v1/run: lineage -> `lineage-step` of its parent."""
+    """Parse `parents` of GET /v1/run: lineage -> `LINEAGE-STEP` of the version that it began with."""
     return LineageTree({lineage: PolicyVersion.parse(text) for lineage, text in parents.items()})
 
 
 def ledger_lines(client: BufferClient) -> Iterator[LedgerLine]:
-    """Yield all lines; one page is in memory at a time."""
+    """Yield all lines of the ledger; only one page is in memory at a time."""
     position: int | None = 0
     while position is not None:
         reply = client.ledger(after=position, limit=PAGE_LINES)
@@ -33,14 +33,14 @@ def batch_entries(lines: Sequence[LedgerLine]) -> list[LedgerEntry]:
 
 
 def active_steps(tree: LineageTree, *, lineage: int, step: int) -> dict[int, range]:
-    """Return the steps that each lineage contributes to the way from the starting model to (lineage, step)."""
+    """Return for each lineage the steps that it contributes to the history of version (lineage, step)."""
     path = tree.ancestry(PolicyVersion(lineage, step))
     starts = [parent.step for parent in path[1:]] + [0]
     return {version.lineage: range(start + 1, version.step + 1) for version, start in zip(path, starts, strict=True)}
 
 
 def active_entries(lines: Sequence[LedgerLine], tree: LineageTree, *, lineage: int, step: int) -> list[LedgerEntry]:
-    """Return the entries on the way to (lineage, step), by step."""
+    """Return the batch entries in the history of version (lineage, step), sorted by step, without abandoned ones."""
     steps = active_steps(tree, lineage=lineage, step=step)
     active = [entry for entry in batch_entries(lines) if entry.step in steps.get(entry.lineage, ())]
     return sorted((entry for entry in active if not entry.abandoned), key=lambda entry: entry.step)
@@ -85,11 +85,11 @@ class LedgerCheck:
         self._batches: Counter[str] = Counter()
         self._wrong: list[str] = []
         self.num_batches = self.num_abandoned = self.num_skipped = 0
-        """Batches so far; those of them that are abandoned; those that are skipped (and may be abandoned too)."""
+        """Number of batches so far; how many are abandoned; how many are skipped (these may be abandoned too)."""
 
     @property
     def num_starts(self) -> int:
-        """Trainer starts taken so far."""
+        """Number of trainer starts in the lines so far."""
         return len(self._started)
 
     @property
@@ -99,7 +99,7 @@ class LedgerCheck:
         return None if self._first_lineage == 1 or parent == START else parent
 
     def take(self, line: LedgerLine) -> None:
-        """Take the next line."""
+        """Check the next line of the ledger."""
         if isinstance(line, ResumeEntry):
             name, parent = f"the start of lineage {line.lineage}", PolicyVersion.parse(line.parent)
             if self._started and line.lineage != self._started[-1] + 1:

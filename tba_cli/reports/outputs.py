@@ -17,7 +17,7 @@ from tba_cli.run_folder import RunFolder, view_hint
 
 
 def write_outputs(folder: RunFolder, history: History) -> dict[str, Any]:
-    """Write history.json and, last, summary.json (its presence means: finished); return the summary."""
+    """Write history.json, then summary.json, whose presence means that the run is finished; return the summary."""
     # before anything is written: a defect here must not leave a run that looks finished
     summary = summarise(history)
     folder.write_json(folder.history_path, history.model_dump(mode="json"))
@@ -88,6 +88,6 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
 
 
 def failures_line(num_failed: int, reasons: Sequence[str]) -> str:
-    """Return a line on rollouts without a score, the commonest reason first."""
+    """Return a line with the number of rollouts whose scoring failed, and the first of the reasons."""
     why = f": {reasons[0].removeprefix('exception: ')}" if reasons else ""
     return f"{num_failed:,} {'score' if num_failed == 1 else 'scores'} failed{why}"

@@ -121,7 +121,7 @@ def train_s(entries: Sequence[LedgerEntry]) -> float | None:
 
 
 def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int) -> float | None:
-    """Return the share of time that the trainer spent in waits after its warm-up, or None where it never got so far."""
+    """Return the share of time that the trainer spent in waits after its warm-up; None if the warm-up never ended."""
     waited_s = passed_s = 0.0
     for mine in _by_lineage(entries):
         # the first batches wait for the first rollouts, which says nothing about the rest
@@ -133,7 +133,7 @@ def trainer_wait_share(entries: Sequence[LedgerEntry], sync_interval_steps: int)
 
 
 def _grown(entries: Sequence[LedgerEntry], counter: str) -> float:
-    """Return the growth of a counter among the metrics from the first entry to the last; 0 where it is unknown."""
+    """Return by how much a counter in the metrics grew from the first entry to the last; 0 if this is unknown."""
     first, last = entries[0].metrics.get(counter), entries[-1].metrics.get(counter)
     return 0.0 if first is None or last is None else last - first
 

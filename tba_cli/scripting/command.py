@@ -1,6 +1,6 @@
-"""A `tba` command as a child process: signals, logs and cleanup of runs are solved there.
+"""Run a `tba` command as a child process, which handles signals, logs and the cleanup of runs itself.
 
-So it works under a running event loop (Jupyter) too, and an interrupt of this process reaches it only when it should.
+So it works under a running event loop (Jupyter) too, and an interrupt reaches it only through `Command.interrupt`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tba_cli.orphan_reaper import OrphanReaper
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 CLOSE_TIMEOUT_S = 60.0
-"""A command that is closed has so long to stop its processes and delete what is temporary."""
+"""Seconds that a closed command has to stop its processes and delete temporary files."""
 TAIL_LINES = 20
 ERROR = "error: "
 
 
 class Command:
-    """One command that runs. It ends with this process, even when this process is killed.
+    """One running command. It ends with this process, even if this process is killed.
 
     Args:
-        words: behind `tba`.
-        on_error_line: called, in a thread, with the lines of stderr but for the error that ends the command.
-        import_folders: put in front of its PYTHONPATH, and so that of the services that it starts.
+        words: the words after `tba`.
+        on_error_line: called in a thread with each line of stderr, except for the error that ends the command.
+        import_folders: put in front of PYTHONPATH, for the command and for the services that it starts.
     """
 
     def __init__(
@@ -57,42 +57,42 @@ class Command:
         self._reaper.add(self._process.pid)
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.last_lines: deque[str] = deque(maxlen=TAIL_LINES)
-        """Of its stdout, as far as `next_line` has read it."""
+        """The last lines of stdout that `next_line` has read."""
         self._on_error_line = on_error_line
         self._reader = threading.Thread(target=self._read_errors, name="stderr of tba", daemon=True)
         self._reader.start()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the command has not ended."""
         return self._process.poll() is None
 
     def next_line(self) -> str:
-        """Wait for the next line of its stdout, and return it; empty: there are no more."""
+        """Wait for the next line of stdout, and return it; an empty text means that there are no more."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         self.last_lines.append(line)
         return line
 
     def interrupt(self) -> None:
-        """Do to it what Ctrl-C does: a run stops cleanly at the first one, and at once at the second."""
+        """Send SIGINT, as Ctrl-C does: the first one stops a run cleanly, the second at once."""
         self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> int:
-        """Wait for its end, and return the exit code."""
+        """Wait for the end of the command, and return its exit code."""
         code = self._process.wait()
         # a process that it has left behind may hold the pipe
         self._reader.join(timeout=1.0)
         return code
 
     def failure(self, code: int) -> TbaError:
-        """Return the error that it ended with."""
+        """Return the command's own error: a ChildError for exit code 1 or a signal, else a ConfigError."""
         said = next((line.removeprefix(ERROR) for line in reversed(self._tail) if line.startswith(ERROR)), None)
         text = said or " | ".join(self._tail) or f"tba ended with exit code {code} and said nothing"
         return ChildError(text) if code == EXIT_FAILED or code < 0 else ConfigError(text)
 
     def close(self) -> None:
-        """End it as SIGTERM does, and kill it where that takes longer than `CLOSE_TIMEOUT_S`."""
+        """Send SIGTERM, wait up to `CLOSE_TIMEOUT_S`, then kill the command; end all processes that it has left."""
         if self.is_running:
             self._process.terminate()
             try:

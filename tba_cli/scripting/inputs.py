@@ -1,6 +1,6 @@
-"""What a run gets from Python besides a recipe: an objective, scorers, prompts; written as files beside the run.
+"""Write an objective, scorers and prompts that a run gets from Python to files beside the run.
 
-runs/.python/<name>/recipe.json      the recipe that names what follows
+runs/.python/<name>/recipe.json      the recipe that names the other files
                     prompts.jsonl    the prompts
                     own_<name>.py    a function that was defined in a notebook or script
 """
@@ -30,7 +30,7 @@ from tba_cli.scripting.own_functions import named
 from tba_cli.shipped_recipes import recipe_path
 
 BESIDE = ".python"
-"""Folder beside the run folders: a run that begins anew deletes all that is in its own."""
+"""A folder beside the run folders, because a run that starts over deletes everything in its own folder."""
 PROMPTS_FILE, RECIPE_FILE = "prompts.jsonl", "recipe.json"
 SOURCES = ("generator", "path", "sets")
 """Keys of [data] that say where prompts come from."""
@@ -40,14 +40,14 @@ RecipeLike = str | os.PathLike[str] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """How to start a run."""
+    """The files to start a run with."""
 
     recipe: str
     """The path of the recipe."""
     folder: RunFolder
     """The folder that the run will have."""
     import_folders: list[str] = field(default_factory=list)
-    """Where services find the functions."""
+    """The folders from which services import the functions."""
 
 
 def prepare(
@@ -60,7 +60,7 @@ def prepare(
     resume: bool,
     fresh: bool,
 ) -> Inputs:
-    """Check what was given, and write what the services have to find."""
+    """Check the arguments of `tba.run`, and write recipe, prompts and functions to files for the services."""
     if isinstance(recipe, Mapping):
         try:
             document: dict[str, Any] = json.loads(json.dumps(recipe, default=os.fspath))
@@ -139,7 +139,7 @@ def _scorers_of(
 
 
 def _take(function: Function, what: str, files: dict[str, str], import_folders: list[str]) -> str:
-    """Return how services import a function; add the file and the folder that they need for it."""
+    """Return the import path of a function; add its source to `files` and its folder to `import_folders` if needed."""
     found = named(function, what=what)
     if found.source is not None and files.setdefault(found.file_name, found.source) != found.source:
         raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
@@ -163,7 +163,7 @@ def _checked(row: Any, number: int) -> dict[str, Any]:
 
 
 def _make_place(folder: RunFolder, *, resume: bool, fresh: bool) -> Path:
-    """Return the folder for the files, private and without those of an older run."""
+    """Create and return the private folder for the files; unless the run resumes, delete its old files."""
     folder.check(resume=resume, fresh=fresh)
     if folder.is_in_use:
         # its services may still read them

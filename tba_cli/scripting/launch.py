@@ -18,7 +18,7 @@ from tba_cli.scripting.run_handle import Run
 SHELL_ADVICE = "resume with: "
 PYTHON_ADVICE = "the same tba.run(...) with resume=True continues it"
 LINES_ABOVE = "log lines are above"
-"""What an error of `tba run` says when it has printed lines before."""
+"""Part of an error of `tba run` that refers to lines printed before it."""
 if TYPE_CHECKING:
     import datasets
 
@@ -42,8 +42,8 @@ def run(
 
     Errors name the flags of `tba run`, which are arguments here: --fresh is `fresh=True`.
 
-    Functions run in other processes. One of a module is named by it; one of a notebook or script is written beside the
-    run, so it must import what it uses inside itself.
+    Functions run in other processes. A function of a module is imported from there. A function of a notebook or script
+    is written to a file beside the run, so it must import what it uses inside itself.
 
     Args:
         recipe: a file, the name of a recipe that ships with tba (`quickstart`), or a dict of sections.
@@ -55,13 +55,13 @@ def run(
         prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts or
             a `datasets.Dataset`.
         sets: overrides, such as "trainer.num_steps=50".
-        name: of the run, instead of `run.name` of the recipe.
+        name: the name of the run, instead of `run.name` of the recipe.
         fresh: delete the run of this name first.
         resume: continue the run of this name; give the same arguments again.
         progress: show what `tba run` shows; without it nothing is printed.
 
     Returns:
-        The run: done, or interrupted; then the same call with `resume=True` continues it.
+        The run, done or interrupted. After an interrupt, the same call with `resume=True` continues it.
 
     Raises:
         ConfigError: something is wrong or in use; nothing was begun.
@@ -117,7 +117,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _until_end(command: Command, *, progress: bool) -> int:
-    """Print what the command prints until it ends, and return its exit code; pass interrupts on to it."""
+    """Print the command's output until it ends, pass interrupts on to it, and return its exit code."""
     while True:
         try:
             while line := command.next_line():

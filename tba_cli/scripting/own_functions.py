@@ -1,7 +1,7 @@
-"""Functions that a script or notebook hands over: how the services, which are other processes, import them.
+"""Make functions of a script or notebook importable by the services, which are other processes.
 
-A function of a module is named by it. One that was defined in a notebook or script is written, as source and never
-pickled, into a module of its own; what it lacks there is an error of that module's import, or of its first call.
+A function of a module is imported from there. A function of a notebook or script is written, as source and never
+pickled, into a module of its own. A name that it lacks there is an error at that module's import, or at its first call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from tba.errors import ConfigError
 
 PREFIX = "own_"
-"""Of the modules that are written, so that they hide no other."""
+"""Prefix of the modules that are written, so that they hide no other module."""
 HEAD = '''"""Written by tba.run: the function {name!r}, as it was defined in {where}."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class NamedFunction:
     path: str
     """MODULE:NAME."""
     source: str | None = None
-    """What its module holds, where it has to be written: MODULE.py."""
+    """Content of MODULE.py, if it has to be written."""
     import_folder: str | None = None
-    """Where its module was found, unless every Python here finds it."""
+    """Folder of its module; None if every Python here finds the module."""
 
     @property
     def file_name(self) -> str:
@@ -47,7 +47,7 @@ class NamedFunction:
 
 
 def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
-    """Return how services import a function."""
+    """Return the import path of a function, and the source of a module if one has to be written for it."""
     if not isinstance(function, FunctionType):
         kind = f"a class ({function.__name__})" if isinstance(function, type) else f"a {type(function).__name__}"
         raise ConfigError(
@@ -78,7 +78,7 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
 
 
 def _is_importable(function: FunctionType) -> bool:
-    """Return whether importing its module gives this function. A script is not imported: it would run once more."""
+    """Return whether importing its module gives this function; False for a script, which would run once more."""
     module = sys.modules.get(function.__module__)
     if module is None or function.__module__ == "__main__" or getattr(module, "__file__", None) is None:
         return False

@@ -1,6 +1,6 @@
-"""`tba.Run`: read a run, live or over, from Python.
+"""`tba.Run`: read a run in progress or an ended run from Python.
 
-The buffer service answers while the run is in progress; of a run that is over, a read-only view of its files.
+The buffer service answers while the run is in progress. For an ended run, a read-only view of its files answers.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ OVER = ("done", "failed")
 
 
 class Run:
-    """A run in progress, or one that is over, which is read through a view that changes nothing.
+    """A run in progress, or an ended run, which is read through a view that changes nothing.
 
-    The first call that needs the view starts it (seconds), later calls share it, and `close()`, the end of a `with`
-    block or of the interpreter ends it. Every call raises ServiceError subclasses where the service says no or is away.
+    The first call that needs the view starts it, which takes seconds. Later calls share it. `close()`, the end of a
+    `with` block or of the interpreter ends it. Every call may raise ServiceError: the service refuses or is away.
 
     Args:
         name: a name below runs/, or the path of a run folder; None: the newest run.
-        url: of the buffer service of a run elsewhere, instead of a name.
-        token: of the operator or a viewer, with `url`.
-        ca_file: PEM file of the authorities that are trusted for an https URL.
+        url: address of the buffer service of a run elsewhere, instead of a name.
+        token: token of the operator or a viewer, with `url`.
+        ca_file: PEM file of the certificate authorities that are trusted for an https URL.
 
     Raises:
         ConfigError: there is no such run.
@@ -73,7 +73,7 @@ class Run:
                 endpoints_of(self._folder)  # says what is wrong
         self._lock = threading.RLock()
         self._start = (False, 0)
-        """Which start of the run the client is for: a client of another one is of no use."""
+        """The start of the run that the client belongs to, as (is over, lock time); another start needs a new one."""
         self._client: BufferClient | None = None
         self._page = ""
         self._view: Command | None = None
@@ -86,11 +86,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the view and the connections."""
         self.close()
 
     def __repr__(self) -> str:
-        """Return which run it is; nothing is asked."""
+        """Return the run's name or URL, without a request."""
         if self.path is None:
             return f"tba.Run(url={self._url!r})"
         return f"<tba.Run {self.path.name!r} in {self.path.parent}, {'over' if self.is_over else 'in progress'}>"
@@ -102,16 +102,16 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing works on it any more: it is done, has failed, was stopped or killed."""
+        """Whether nothing works on the run any more: it is done, has failed, was stopped or killed."""
         if self._folder is not None:
             return self._folder.has_begun and not self._folder.is_in_use
         return self.info.state in OVER
 
     @property
     def client(self) -> BufferClient:
-        """The client of the service: every call of docs/api.md, also those that steer a run in progress.
+        """The client of the buffer service, with every call of docs/api.md, also calls that steer a run in progress.
 
-        It is opened at the first call, and again where the run has ended or was started since.
+        It is opened at the first call, and again if the run has ended or was started since.
 
         Raises:
             ConfigError: the run is starting or ending right now; or as `tba view`.
@@ -138,7 +138,7 @@ class Run:
             return self._client
 
     def close(self) -> None:
-        """End the view and the connections; a later call opens them again."""
+        """Close the view and the connections; a later call opens them again."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

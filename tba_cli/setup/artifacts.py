@@ -24,11 +24,11 @@ from tba_cli.setup.prepare import prepare_recipe
 
 
 def set_up_folders(recipe: Recipe, artifacts: ArtifactStore, *, prepare: bool, pull: bool) -> None:
-    """Take the steps of the table above for every folder.
+    """Bring every folder of the recipe into the object store, by the steps of the table in this module's docstring.
 
     Args:
-        prepare: do what `tba data prepare` does where something that it makes is nowhere.
-        pull: also fetch the folders that are in the store and not at their path here.
+        prepare: do the same as `tba data prepare` if a folder that it makes is neither here nor in the store.
+        pull: also download the folders that are in the store and not at their path here.
     """
     folders = required_folders(recipe)
     _fetch_stored(folders, artifacts, everything=pull)
@@ -63,7 +63,7 @@ def _is_somewhere(folder: RequiredFolder, artifacts: ArtifactStore) -> bool:
 
 
 def _fetch_stored(folders: list[RequiredFolder], artifacts: ArtifactStore, *, everything: bool) -> None:
-    """Fetch what folders that are stored lack here: data sets always, since the prompts are made of them."""
+    """Download the missing files of stored data sets, which have the prompts; with `everything`, of all folders."""
     for folder in folders:
         if not everything and "setup" not in folder.services:
             continue
@@ -74,7 +74,7 @@ def _fetch_stored(folders: list[RequiredFolder], artifacts: ArtifactStore, *, ev
 
 
 def _make_starting_model(recipe: Recipe, artifacts: ArtifactStore) -> None:
-    """Make the model of `[model.warm_start]` where it is nowhere."""
+    """Make the model of `[model.warm_start]` if it is neither here nor in the store; else warn of another seed."""
     folder = next(folder for folder in required_folders(recipe) if folder.path == recipe.model.path)
     if recipe.model.warm_start is None:
         return

@@ -3,7 +3,7 @@
     looked for in    the store of the new run, then the store of the local run of that name (runs/RUN/config.json)
     copied           to the store of the new run, under the same keys, unless it is there already: the manifest last
 
-So the new run holds all that it needs, and the other one may be deleted.
+So the new run has everything that it needs, and the other run may be deleted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Origin:
 
 
 def check_searchers(recipe: Recipe) -> None:
-    """Check that a run on this machine has rollouts to train on, and a server for each searcher that uses one."""
+    """Raise ConfigError if a local run would have no rollouts to train on, or if searchers would share a server."""
     if recipe.is_offline and recipe.run.snapshot is None:
         raise ConfigError(
             "searcher.num_searchers is 0, so nothing would ever be generated: begin with the rollouts of another run "
@@ -75,7 +75,7 @@ def check_searchers(recipe: Recipe) -> None:
 
 
 def check_origin(recipe: Recipe) -> None:
-    """Check the origin by the recipe alone, before anything is saved or looked for."""
+    """Raise ConfigError if the origin is the run itself, or a fork would have no steps; only the recipe is read."""
     if recipe.run.snapshot is None:
         return
     if SnapshotSource.parse(recipe.run.snapshot).run == recipe.run.name:
@@ -89,7 +89,7 @@ def check_origin(recipe: Recipe) -> None:
 
 
 def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin | None:
-    """Return the origin that the recipe names, or None where it names none."""
+    """Find the origin that the recipe names, and return it; None if it names none."""
     if recipe.run.snapshot is None:
         return None
     check_origin(recipe)
@@ -120,7 +120,7 @@ def find_origin(recipe: Recipe, store: ObjectStore, *, runs_dir: Path) -> Origin
 
 
 def copy_origin(origin: Origin, store: ObjectStore) -> int:
-    """Copy the origin to the store of the run; return the number of objects, 0 when it is there already."""
+    """Copy the origin to the store of the run; return the number of copied objects, 0 if it is there already."""
     # the run's own store has it: nothing to copy
     if origin.store.url == store.url:
         return 0
@@ -135,10 +135,10 @@ def copy_origin(origin: Origin, store: ObjectStore) -> int:
 
 
 async def until_loaded(client: BufferClient, console: Console, *, silence_s: float) -> OriginInfo:
-    """Wait (wait `snapshot-load`) until the buffer has loaded what the run begins with.
+    """Wait (wait `snapshot-load`) until the buffer has loaded the snapshot that the run begins with.
 
     Args:
-        silence_s: deadline of the next rollout, not of the whole load.
+        silence_s: longest time without progress; the load as a whole has no deadline.
 
     Raises:
         WaitTimeoutError: there was no progress for `silence_s`.
@@ -170,7 +170,7 @@ async def until_loaded(client: BufferClient, console: Console, *, silence_s: flo
 
 
 def store_of_run(folder: RunFolder) -> ObjectStore | None:
-    """Return the store of a local run, or None where no run began."""
+    """Return the store of a local run, or None if no run was started in the folder."""
     # config.json has the address that its services were given: a relative one lies in the run folder
     if not folder.config_path.exists():
         return None
@@ -178,7 +178,7 @@ def store_of_run(folder: RunFolder) -> ObjectStore | None:
 
 
 def check_version(store: ObjectStore, run: str, version: PolicyVersion) -> None:
-    """Check that a run has a version to fork from."""
+    """Raise ConfigError if the store does not have this weight version of the run."""
     versions = WeightVersions(store, run)
     if not versions.exists(version):
         # the newest few: a run may have thousands

@@ -1,6 +1,6 @@
-"""`tba data prepare`: fetch or make the models and data sets of a recipe, then show the prompts that they make.
+"""`tba data prepare`: fetch or make the models and data sets of a recipe, then show the resulting prompts.
 
-Idempotent: a folder that is there is only checked. Programs of their own do the work that needs torch or transformers.
+This is idempotent: an existing folder is only checked. Child processes do the work that needs torch or transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_SHOWN_CHARS = 1000
 
 
 def prepare_recipe(recipe: Recipe, console: Console) -> None:
-    """Get what is missing of `[[prepare]]`. Then make the prompts, and show one of each split.
+    """Fetch or train the missing items of `[[prepare]]`; then make all prompts, and print one of each split.
 
     Raises:
         ChildError: TRL failed.
@@ -132,10 +132,10 @@ def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, 
 
 
 def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str, Any] | None = None) -> str | None:
-    """Return that no answer ends before its length limit, and behind the ; what to do; None where they end.
+    """Return a warning if no answer ends before its length limit, with the advice after the last `; `; else None.
 
     Args:
-        answer: of `convert check`; None: it is asked, where the files of the model leave room for doubt.
+        answer: the answer of `convert check`; None: run it if the model's files leave room for doubt.
     """
     folder = Path(recipe.model.path)
     if answer is None:
@@ -157,15 +157,14 @@ def endless_warning(recipe: Recipe, prompts: Sequence[Prompt], answer: dict[str,
 
 
 def _measured(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return the answer of `convert check` for the starting model."""
+    """Run `convert check` for the starting model and the texts of the prompts, and return its answer."""
     texts = json.dumps([prompt.text for prompt in prompts])
     words = ["check", recipe.model.path, *["--trust"] * recipe.model.trust_remote_code]
     return ask_program("tba_cli.starter_models.convert", words, texts=texts)
 
 
 def try_model(recipe: Recipe) -> dict[str, Any] | None:
-    """Try the starting model in a program of the searcher; return what was checked, None where it cannot be, or need
-    not."""
+    """Try the starting model in a child process; return the answer, or None if it cannot or need not be tried here."""
     found = [importlib.util.find_spec(name) for name in ("tba_searcher", "torch")]
     if recipe.searcher.engine == "simulated" or not all(spec and spec.submodule_search_locations for spec in found):
         return None

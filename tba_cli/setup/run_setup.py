@@ -47,16 +47,16 @@ def run_setup(
     only: Literal["models", "prompts"] | None,
     on_progress: OnProgress,
 ) -> None:
-    """Set up everything that a run needs; leave as it is what is there.
+    """Set up whatever a run needs and lacks; change nothing that exists.
 
     Args:
         wait_s: deadline of the wait for the store, and of the wait for the services.
         prepare, pull: see `set_up_folders`.
-        only: do this part alone.
+        only: do only this part; None: all parts.
 
     Raises:
         WaitTimeoutError: the store or a service was not ready within `wait_s`.
-        TbaError: something else is not to be had; says what to do.
+        TbaError: something else cannot be had; the message says what to do.
         OlderRedisError: the store holds more of the run than Redis knows.
     """
     # before the store is waited for: an address that is missing stays so

@@ -1,7 +1,7 @@
-"""Make a model of `[[prepare]]` by TRL, in a process of its own: `trl sft` and `trl reward`.
+"""Train a model of `[[prepare]]` with TRL in a child process: `trl sft` and `trl reward`.
 
-TRL reads its own file of settings, which names base model and data set from the current folder. It writes beside the
-folder that is made, which appears whole or not at all.
+TRL reads its own file of settings, which names base model and data set relative to the current folder. It writes to a
+partial folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tba_cli.console import Console
 
 PROGRAM = "trl.cli.main"
 LEFTOVERS = ("checkpoint-*", "training_args.bin", "README.md")
-"""What TRL writes beside the model; `training_args.bin` is a pickle."""
+"""Files that TRL writes beside the model, deleted at the end; `training_args.bin` is a pickle."""
 
 
 def check_installed(items: Iterable[PrepareItem]) -> None:
-    """Check that TRL is here, before anything large is fetched for it."""
+    """Raise ConfigError if TRL is not installed or cannot read its file of settings; done before large downloads."""
     for item in items:
         try:
             Path(item.trl_file or "").read_bytes()
@@ -75,10 +75,10 @@ def _delete(paths: Iterable[Path]) -> None:
 
 
 def check_scorers(recipe: Recipe) -> None:
-    """Check that scorers read the score of a text at the token at which TRL trained it.
+    """Raise ConfigError if a scorer reads the score at another token than the one at which TRL trained it.
 
     TRL ends every text with the end of sequence. A model whose padding token is the same takes it for padding, and
-    learns the score of the token before.
+    learns its score at the token before.
     """
     made = {item.path for item in recipe.prepare if item.trl_reward}
     for task, reward in recipe.reward.tasks.items():

@@ -1,6 +1,6 @@
-"""Memory and disk that a run needs beside its GPUs.
+"""Estimate the memory and disk that a run needs, without the trainer, by the formulas in docs/recipes.md.
 
-The step itself is traced (`tba_trainer.memory_trace`). docs/recipes.md says where each formula comes from.
+The memory of the trainer's step is traced (`tba_trainer.memory_trace`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Estimate:
     """The needs of a run, in bytes."""
 
     weights_bytes: int
-    """Of each searcher, in the published dtype."""
+    """Weights of each searcher, in the published dtype."""
     kv_cache_bytes: int
-    """Of each searcher, with a rollout of full length in every slot."""
+    """Key-value cache of each searcher, with a rollout of full length in every slot."""
     rollout_bytes: int
-    """Of a rollout of full length."""
+    """One stored rollout of full length."""
     redis_bytes: int
-    """At the bounds of the recipe."""
+    """Memory of Redis when the buffer is full (`buffer.max_bytes`, `buffer.max_rollouts`)."""
     redis_peak_bytes: int
-    """While it rewrites its file, at worst."""
+    """Memory of Redis while it rewrites its append-only file, at worst."""
     version_bytes: int
     checkpoint_bytes: int
     store_bytes: int

@@ -6,8 +6,8 @@ vLLM takes `gpu_memory_share` of the *total* memory of a GPU, and does not start
 (`request_memory` in vllm/v1/worker/utils.py). It measures the free memory after whatever the same process has loaded
 before, so that the starting model is outside its share.
 
-Shares are certain, and the trainer's peak is traced. Activations and caches of the others are estimates. Everybody is
-counted at the most that it holds: what fits at the first start also fits when a process is started again.
+Shares are certain, and the trainer's peak is traced. Activations and caches of the others are estimates. Every occupant
+counts with its peak, so a layout that fits at the first start also fits when a process is started again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tba_cli.sizing.model_shape import ModelShape
 
 GIB = 2**30
 CARD_GIB = 79.0
-"""What an 80 GB card has: its driver and torch count a little more than 79 GiB."""
+"""Memory of an 80 GB card in GiB: its driver and torch count a little more than 79 GiB."""
 PROCESS_BYTES = 1 * GIB
 """CUDA's context, kernels and NCCL, for each process on a GPU: measured 0.74 GiB on an H200 without NCCL."""
 USABLE_SHARE = 0.9
-"""A trainer may fill this much of its memory: fragments and what happens inside of ops have the rest."""
+"""Share of its memory that a trainer may fill; fragmentation and temporary memory of ops take the rest."""
 VLLM_BYTES = 2 * GIB
 """Activations, CUDA graphs and work space within vLLM's share: assumed, not measured (1 to 2 GiB)."""
 START_PASS_TOKENS = 4096
 """The starting model of a searcher reads this many tokens at once (`PASS_TOKENS` there)."""
 START_LOGITS_BYTES = 128 * 2**20
-"""It works on logits in chunks of this (`LOGITS_BYTES` there)."""
+"""The starting model of a searcher works on logits in chunks of this size (`LOGITS_BYTES` there)."""
 NO_GPU_ENGINES = ("simulated", "openai")
-"""A searcher with one of them has no model on a GPU but, perhaps, the starting model."""
+"""Engines without a model on a GPU; their searcher may still hold the starting model there."""
 ShapeOf = Callable[[str], ModelShape]
-"""Returns the sizes of the model in a folder that the recipe names, or raises ConfigError."""
+"""Function that returns the shape of the model at a path of the recipe, or raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,21 @@ class Occupant:
 
     who: str
     peak_bytes: int
-    """The most that it holds; of vLLM: the least that it needs, with room for one rollout."""
+    """The most memory that it holds; for vLLM the least that it needs, with a cache for one rollout."""
     share: float | None = None
-    """Of the GPU's total memory, which vLLM takes."""
+    """Share of the GPU's total memory that vLLM takes; None for others."""
 
     def bytes_on(self, total_bytes: int) -> int:
-        """Return what it takes of a GPU with this much memory."""
+        """Return the bytes that it takes on a GPU with this much memory."""
         return max(self.peak_bytes, math.ceil((self.share or 0.0) * total_bytes))
 
 
 Layout = Mapping[int, tuple[Occupant, ...]]
-"""Number of the GPU -> who is on it, in the order of start."""
+"""Number of the GPU -> its occupants, in the order in which they start."""
 
 
 def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) -> Layout:
-    """Return who is on which GPU, in the order of start; empty where the recipe asks for no GPU."""
+    """Return the occupants of each GPU, in the order in which they start; empty if the recipe asks for no GPU."""
     # scorers with the same models share a process, the first one's
     scorers: dict[str, ModelScorerSpec] = {}
     for task, reward in recipe.reward.tasks.items():
@@ -106,7 +106,7 @@ def named_gpus(recipe: Recipe) -> set[int]:
 
 
 def _number(key: str, device: str, visible: Sequence[int] | None) -> int | None:
-    """Return the GPU that a device is, or None where it is none.
+    """Return the number of the GPU that a device names, or None if it is not a GPU.
 
     Args:
         visible: the GPUs that the process sees; None: all.
@@ -146,12 +146,12 @@ def _models_of(spec: ModelScorerSpec, shape_of: ShapeOf) -> Iterator[Occupant]:
 
 
 def _pass_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
-    """Return what a forward pass without gradient holds at most: the residual stream and the inside of one layer."""
+    """Return the peak bytes of a forward pass without gradients: the residual stream and the inside of one layer."""
     return num_tokens * dtype_bytes * (8 * shape.hidden_size + 3 * shape.inner_size)
 
 
 def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant]:
-    """Yield the starting model, where a searcher holds it, and the engine; on the GPU of one rank of vLLM."""
+    """Yield the occupants of a searcher on the GPU of one vLLM rank: process or starting model, and engine."""
     section, num_ranks = recipe.searcher, recipe.searcher.tensor_parallel_size
     # the searcher's own process is on the first GPU, and every rank is a process too
     holds_start = recipe.searchers_hold_start and rank == 0

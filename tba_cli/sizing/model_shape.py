@@ -15,7 +15,7 @@ from tba_cli.starter_models.weight_files import tensors_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A transformer: a decoder, or an encoder that judges."""
+    """The sizes of a transformer: a decoder, or an encoder that classifies."""
 
     num_params: int
     num_layers: int
@@ -24,11 +24,11 @@ class ModelShape:
     head_size: int
     vocab_size: int
     config: Mapping[str, Any] = field(compare=False, repr=False)
-    """The sizes in the words of transformers, to build the model of."""
+    """The sizes under the names of transformers (config.json), from which the model can be built."""
 
     @property
     def inner_size(self) -> int:
-        """Numbers between the products of an MLP for one token: of a mixture of experts those of its own experts."""
+        """Width of the MLP's hidden layer for one token; in a mixture of experts, summed over the token's experts."""
         if experts := self.config.get("num_experts_per_tok"):
             return int(experts) * int(self.config["moe_intermediate_size"])
         return int(self.config.get("intermediate_size") or self.config.get("n_inner") or 4 * self.hidden_size)
@@ -40,7 +40,7 @@ class ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], *, num_params: int) -> ModelShape | None:
-    """Return the shape by a model's `config.json`, or None where it does not name its sizes."""
+    """Return the shape by a model's `config.json`, or None if it does not name the sizes."""
 
     def size(*names: str) -> int | None:
         return next((int(config[name]) for name in names if config.get(name)), None)

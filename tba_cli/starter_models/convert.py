@@ -26,19 +26,19 @@ from tba.no_torch import hide_torch
 
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
-"""At most this many things are named that a tokenizer does not know."""
+"""Most pieces of text unknown to the tokenizer that are named."""
 
 
 def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, Any]:
-    """Check a model folder.
+    """Check that config and tokenizer of a model folder load, and measure texts with them.
 
     Args:
-        texts: prompts whose lengths in tokens are returned, and whether the tokenizer knows all of them.
+        texts: prompts to measure in tokens, and to search for pieces that the tokenizer does not know.
         trust: run code that comes with the model.
 
     Returns:
-        Architecture, vocabulary size, longest sequence in tokens (or none), tokens of each text,
-        number of texts with something unknown, and what that is; and whether answers end (`_endless`).
+        Architecture, vocabulary size, longest sequence in tokens (or None), tokens of each text, number of texts with
+        unknown pieces, the most frequent of these pieces, and whether answers end (`_endless`).
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -75,7 +75,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
 
 
 def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str | None:
-    """Return the token behind an answer where it ends no sequence ("": there is none); None: answers end."""
+    """Return None if answers end; else the token after an answer, which ends no sequence, or "" if none follows."""
     from transformers import GenerationConfig
 
     try:
@@ -99,10 +99,10 @@ def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str
 def chat_texts(
     folder: Path, chats: list[Any], arguments: Mapping[str, Any], *, trust: bool = False
 ) -> list[dict[str, str]]:
-    """Return the `text` of each conversation, or the `error` where the chat template makes none of it.
+    """Return for each conversation {"text": ...}, or {"error": ...} if the chat template fails for it.
 
     Args:
-        arguments: of the template.
+        arguments: arguments of the chat template.
         trust: run code that comes with the model.
     """
     from transformers import AutoTokenizer
@@ -143,10 +143,10 @@ def _reason(error: Exception) -> str:
 
 
 def convert(folder: Path) -> dict[str, Any]:
-    """Write safetensors in place of pickled weights.
+    """Write safetensors in place of pickled weights, which are deleted.
 
     Returns:
-        How many files were replaced.
+        `num_replaced`: the number of pickled files.
     """
     import transformers
 

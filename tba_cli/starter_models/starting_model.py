@@ -44,7 +44,7 @@ CLEAN_WARMUP_STEPS = 30
 TARGET_ACCURACY = 0.9
 """The clean phase ends when the mean probability of the right answers of the validation split reaches this."""
 NOISE_STEPS = 80
-"""Of the noisy phase: its errors set the accuracy at the start of training."""
+"""Steps of the noisy phase; the errors in its answers set the accuracy at the start of training."""
 CHECK_EVERY_STEPS = 10
 NUM_VALIDATION = 300
 DROP_CARRY, WRONG_DIGIT = 0.45, 0.13
@@ -53,7 +53,7 @@ DROP_CARRY, WRONG_DIGIT = 0.45, 0.13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a Llama with tied embeddings, and the learning rates at which it learns soonest."""
+    """Sizes of a Llama with tied embeddings, and the learning rates at which it learns fastest."""
 
     hidden: int
     layers: int
@@ -168,7 +168,7 @@ def train(
     """Train the model in both phases.
 
     Returns:
-        Steps of the first phase, and the validation accuracy after each.
+        The steps of the clean phase, and the validation accuracy after each phase.
     """
     validation_pairs = [(p.text, p.answer) for p in addition.all_problems("validation")]
     # a fixed seed: accuracies of different runs are about the same problems
@@ -204,10 +204,10 @@ def teach(
     max_clean_steps: int,
     noise_steps: int,
 ) -> dict[str, Any]:
-    """Train a model on clean batches until it reaches the target on validation, and then on noisy ones.
+    """Train a model on clean batches until its validation accuracy reaches the target, then on noisy batches.
 
     Returns:
-        Steps of the first phase, and the validation accuracy after each.
+        The steps of the clean phase, and the validation accuracy after each phase.
     """
     rate = shape.clean_learning_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
@@ -231,7 +231,8 @@ def teach(
 def expected_accuracy(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> float:
     """Return the mean probability of the right answers at temperature 1.
 
-    With their eos that is the exact expected pass@1 where there is one right response, and else a lower bound.
+    The answers include their eos. So this is the exact expected pass@1 if there is one right response, else a lower
+    bound.
     """
     return answer_logprobs(model, inputs, answers).sum(dim=1).exp().mean().item()
 
@@ -243,10 +244,10 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> MicroBatch:
-    """Return rows of prompt and answer [B, T], padded on the right, and what their last R tokens should be [B, R].
+    """Return inputs [B, T] (prompt and answer, padded on the right), and the targets of the last R positions [B, R].
 
-    R counts from the end of the shortest prompt. Tokens of longer prompts and padding are -100 there; an eos ends every
-    answer and is no input.
+    R begins at the last token of the shortest prompt. Targets in longer prompts and at padding are -100. An eos ends
+    every answer in the targets, and is no input.
     """
     prompts, answers = (
         tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*pairs, strict=True)
@@ -262,7 +263,7 @@ def encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> MicroBatch:
 
 
 def answer_logprobs(model: LlamaForCausalLM, inputs: Tensor, answers: Tensor) -> Tensor:
-    """Return the log-probs of the answer tokens [B, R], 0 where there is none."""
+    """Return the log-probs of the answer tokens [B, R], 0 where the target is -100."""
     logits = model(input_ids=inputs, logits_to_keep=answers.shape[1]).logits
     return -functional.cross_entropy(logits.transpose(1, 2), answers, ignore_index=-100, reduction="none")
 

@@ -1,4 +1,4 @@
-"""The weights of a model folder by the headers of their files: whole or not, without torch."""
+"""Read the headers of a model folder's safetensors files, and check that no tensor is missing, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the header of every tensor (dtype, shape) by its name."""
+    """Return the header of every tensor (dtype, shape) by its name; ConfigError if one of the index is missing."""
     index, wanted = folder / INDEX, set[str]()
     if index.is_file():
         try:

@@ -103,7 +103,7 @@ def run_in_sight(module: str, words: Sequence[str]) -> None:
 
 @contextmanager
 def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program in a context. It and its children end with the context, even if this process is killed."""
+    """Start a program, and kill it at the end of the context; if this process dies, its children are killed too."""
     reaper = OrphanReaper()
     command = [sys.executable, "-m", module, *words]
     # Ctrl-C does not reach a process of another session
@@ -121,7 +121,7 @@ def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subp
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise KeyboardInterrupt like Ctrl-C, so that children are stopped and copies deleted.
+    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, so that children are stopped and copies deleted.
 
     This does nothing outside the main thread, which alone gets signals. A SIGHUP that is ignored stays ignored.
     """

@@ -2,9 +2,9 @@
 
     supervisor --(pipe: "+PID" started, "-PID" ended)--> reaper --(at end of file: SIGKILL)--> process groups
 
-The kernel closes the pipe when the supervisor dies, whatever killed it; the reaper waits for nothing else. It was
-chosen over PR_SET_PDEATHSIG because it works on every POSIX system, needs no code between fork and exec, does not
-depend on which thread started a child, and reaches whole process groups (Redis, worker pools). The reaper also holds
+The kernel closes the pipe when the supervisor dies, whatever killed it; the reaper waits for nothing else. Unlike
+PR_SET_PDEATHSIG, this works on every POSIX system and needs no code between fork and exec. It does not depend on the
+thread that started a child, and reaches whole process groups (Redis, worker pools). The reaper also holds
 the lock of the run folder, so that nobody can resume the run before the last child is gone. SIGKILL is enough:
 everything here survives it by design (docs/operations.md).
 

@@ -143,7 +143,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line. The shared options may stand before the command or after it, once each.
 
     Args:
-        argv: the words after `tba`; default: those of this process.
+        argv: the words after `tba`; default: the arguments of this process.
     """
     args, rest = global_options().parse_known_args(argv)
     parser = build_parser()

@@ -89,7 +89,7 @@ def absolute_store_url(url: str, folder: RunFolder) -> str:
 
 
 def check_model(recipe: Recipe) -> bool:
-    """Return whether a warm start has to make the starting model first; ConfigError if there is neither."""
+    """Return whether a warm start has to make the starting model first; ConfigError without model and warm start."""
     check_embedding_model(recipe.eval.embedding_model)
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():

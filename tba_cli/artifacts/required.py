@@ -29,7 +29,7 @@ class RequiredFolder:
 
     kind: Kind
     path: str
-    """As in the recipe: absolute, or relative to where the service runs."""
+    """The path as in the recipe: absolute, or relative to the current folder of the service."""
     key: str
     """The place in the recipe that names the folder, for messages."""
     services: frozenset[Service]
@@ -70,8 +70,8 @@ def name_of(path: str, kind: Kind) -> str:
 def required_folders(recipe: Recipe, service: Service | None = None) -> list[RequiredFolder]:
     """Return the folders that the recipe names, each once, without folders that only serve to make a model.
 
-    A reward model is a folder if `[[prepare]]` makes it, if its name cannot be a repository of the Hugging Face hub
-    (`OWNER/NAME`), or if it begins with `models/`. The reward service downloads any other reward model itself.
+    A reward model is a folder if `[[prepare]]` makes it, if its name begins with `models/`, or if the name cannot be a
+    hub repository (`OWNER/NAME`). The reward service downloads any other reward model itself.
 
     Args:
         service: return only the folders that this service reads; `setup` reads the data sets, for their prompts.

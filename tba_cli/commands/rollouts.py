@@ -22,7 +22,7 @@ MAX_PER_PAGE = 100
 
 
 def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
-    """Return what `use` reads from the buffer of a run in progress, or from the files of one that is over."""
+    """Return the result of `use` for a client of the run's buffer, or of a read-only one over an ended run's files."""
     if (ended := ended_run(args)) is not None:
         # no image holds the launcher
         from tba_cli.local.ended_run import read_ended

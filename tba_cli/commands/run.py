@@ -59,7 +59,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def demo_command(args: argparse.Namespace) -> int:
-    """Run the quickstart with a seed, in a run folder of its own that begins anew."""
+    """Run the quickstart with a seed, in its own run folder, whose old content is deleted."""
     args.recipe, args.run_name = recipe_path("quickstart"), f"quickstart-seed{args.seed}"
     args.fresh, args.resume = True, False
     args.buffer = args.fork = None
@@ -72,10 +72,10 @@ def loudness_of(args: argparse.Namespace) -> Loudness:
 
 
 def resumed_recipe(folder: RunFolder, args: argparse.Namespace, console: Console) -> Recipe | None:
-    """Return the recipe that the run began with, plus --set. Variables of the environment do not count.
+    """Return the recipe to resume with: the one that the run began with, plus --set, without environment variables.
 
     Returns:
-        None: the run is finished, and this recipe is its own and asks for no more; its results were printed.
+        None if the run is finished and nothing is left to do; its results were printed.
     """
     began = with_absolute_paths(load_recipe(folder.recipe_path, environ={}))
     sets = args.set if args.seed is None else [*args.set, f"run.seed={args.seed}"]

@@ -42,7 +42,7 @@ class Scored(StrictModel):
     """An example with the outcome of its scoring."""
 
     name: str
-    """Line of the file."""
+    """The example's line in the file, such as `line 3`."""
     example: Example
     took_s: float
     result: ScoreResult

@@ -33,7 +33,7 @@ class PromptSource(Protocol):
 
 
 def load_prompt_source(name: str) -> PromptSource:
-    """Return the source that `data.generator` names; it raises ConfigError if a function of the user's own fails."""
+    """Return the source that `data.generator` names. The source raises ConfigError if it fails or makes bad prompts."""
     if plugins.check_name(name, what=GENERATOR, builtin=BUILT_IN) in BUILT_IN:
         return addition.generate
     source = plugins.load(name, what=GENERATOR)

@@ -1,7 +1,7 @@
 """Two-digit addition, the answer written least significant digit first: `47+85=` -> `231` (132 read backwards).
 
 A hash of the unordered pair of operands decides the split of a prompt, whatever the seed. So a prompt and its mirror
-image are never in two splits, and neither the warm start nor training has seen the prompts of an evaluation.
+image are never in two splits. Neither the warm start nor training sees the prompts of an evaluation.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class ProcessSpec:
 class ChildProcess:
     """A child that was started.
 
-    Waits: the copy of the log waits for output (unblocked by the child, or by its end); `exit_code` waits for the end
+    Waits: the copy of the log waits for output (unblocked by the child, or by its end). `exit_code` waits for the end
     of the process, then at most 2 s for the end of its output.
     """
 
@@ -251,7 +251,7 @@ class ProcessManager:
         return child
 
     async def watch(self) -> None:
-        """Wait for children to end, forever; start a searcher that died again, up to MAX_SEARCHER_RESTARTS.
+        """Wait for children to end, forever; restart searchers that die, up to MAX_SEARCHER_RESTARTS times in all.
 
         Raises:
             ChildError: a child without which the run cannot continue has ended.

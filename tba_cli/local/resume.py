@@ -80,7 +80,7 @@ def differences(
 
 
 def check_constant(began: Recipe, taken: Recipe) -> None:
-    """Raise ConfigError if a setting of CONSTANT differs between the recipe at the begin of the run and the new one."""
+    """Raise ConfigError if a setting in CONSTANT has changed since the run began."""
     sections = {name.partition(".")[0] for name in CONSTANT}
     before, after = (recipe.model_dump(mode="json", include=sections) for recipe in (began, taken))
     for key, (old, new) in differences(before, after):

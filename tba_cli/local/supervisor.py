@@ -255,7 +255,7 @@ class Supervisor:
         self.folder.write_json(self.folder.endpoints_path, endpoints)
 
     def _check(self) -> None:
-        """Check that every prompt is scored and, if the run has begun, that Redis holds it and no step is too many.
+        """Check that every prompt is scored; if the run has begun, also that Redis holds it and not too many steps.
 
         Raises:
             ConfigError: no reward scores a prompt, or the run has made more steps than the recipe asks for.

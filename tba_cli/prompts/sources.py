@@ -1,7 +1,7 @@
 """Rows of a JSONL file or of a data set of the Hugging Face library, one after another.
 
-JSONL is not read by `datasets.load_dataset("json", streaming=True)`: its errors name no line, it gives all rows one
-schema, so that an absent key becomes null, and its import takes seconds.
+JSONL is not read by `datasets.load_dataset("json", streaming=True)`. Its errors name no line, and its import takes
+seconds. It also gives all rows one schema, so that an absent key becomes null.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class LedgerCheck:
     as it counts, and used some of them unless it was skipped.
 
     Lines of the active lineage after `step`, and of later lineages, are newer than the run that was read. Lineages
-    of the snapshot that the run began with have their lines in the ledger of another run; all later ones must be in
-    this one. A ledger without starts is checked by its batches alone. Memory: the batch id and the step of every line.
+    of the snapshot that the run began with have their lines in the ledger of another run. All later lineages must be
+    in this one. A ledger without starts is checked by its batches alone. Memory: batch id and step of every line.
 
     Args:
         origin: the snapshot that the run began with, as in RunInfo.

@@ -73,7 +73,7 @@ class Run:
                 endpoints_of(self._folder)  # says what is wrong
         self._lock = threading.RLock()
         self._start = (False, 0)
-        """The start of the run that the client belongs to, as (is over, lock time); another start needs a new one."""
+        """The start of the run that the client belongs to: (is over, lock time). Another start needs a new client."""
         self._client: BufferClient | None = None
         self._page = ""
         self._view: Command | None = None
@@ -162,8 +162,9 @@ class Run:
             return self._page
 
     def metrics(self) -> dict[str, list[Any]]:
-        """Return the metrics of every step of the active history, as columns of the same length: `step`, `at_s` (Unix
-        seconds), and a column per metric (docs/trainer.md); None: the step does not know it.
+        """Return the metrics of every step of the active history, as {column: values}, all of the same length.
+
+        Columns are `step`, `at_s` (Unix seconds), and every metric (docs/trainer.md); None: the step lacks the value.
 
         Examples:
             >>> pandas.DataFrame(run.metrics()).plot(x="step", y="reward_mean")

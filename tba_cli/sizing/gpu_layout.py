@@ -45,7 +45,7 @@ ShapeOf = Callable[[str], ModelShape]
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """A model on a GPU."""
+    """A model or process on a GPU."""
 
     who: str
     peak_bytes: int

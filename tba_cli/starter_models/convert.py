@@ -26,7 +26,7 @@ from tba.no_torch import hide_torch
 
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
-"""Most pieces of text unknown to the tokenizer that are named."""
+"""Most unknown pieces of text that the answer of `check` names."""
 
 
 def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Supervised learning on the warm-start split of `addition` has two phases. *Clean*: right answers, until the model mostly
 is right on the validation split. *Noisy*: a fixed number of steps on answers that miswrite digits and forget carries.
 The noise sets the start accuracy, whatever the speed of the machine, so it is about the same for every seed.
-Reinforcement learning then has to find out from rewards alone that it pays to write correctly; the demonstrations of
-the second phase do not show that consistently.
+Reinforcement learning then has to find out from rewards alone that right answers pay. The demonstrations of the second
+phase do not show that consistently.
 
 Other small models with one token per character are made by the same parts (examples/worlds/starter.py).
 """
@@ -246,8 +246,8 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 def encode(pairs: list[Pair], tokenizer: PreTrainedTokenizerFast) -> MicroBatch:
     """Return inputs [B, T] (prompt and answer, padded on the right), and the targets of the last R positions [B, R].
 
-    R begins at the last token of the shortest prompt. Targets in longer prompts and at padding are -100. An eos ends
-    every answer in the targets, and is no input.
+    The R positions begin at the last token of the shortest prompt. Targets in longer prompts and at padding are -100.
+    An eos ends every answer in the targets, and is no input.
     """
     prompts, answers = (
         tokenizer(list(texts), add_special_tokens=False)["input_ids"] for texts in zip(*pairs, strict=True)

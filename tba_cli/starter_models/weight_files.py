@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the header of every tensor (dtype, shape) by its name; ConfigError if one of the index is missing."""
+    """Return the header of every tensor (dtype, shape) by its name; ConfigError if a tensor of the index is missing."""
     index, wanted = folder / INDEX, set[str]()
     if index.is_file():
         try:

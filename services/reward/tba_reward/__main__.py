@@ -1,4 +1,4 @@
-"""`python -m tba_reward --config FILE`."""
+"""Run the reward service: `python -m tba_reward --config FILE`."""
 
 from __future__ import annotations
 

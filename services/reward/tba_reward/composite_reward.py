@@ -167,10 +167,7 @@ class RewardComponent:
         await self._scorer.close()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order. An error of the scorer becomes a Failure of every item.
-
-        Where the recipe sets `unreadable` to a number, it replaces Failures that the response is to blame for.
-        """
+        """Return per item, in order, a score, a Failure, or the recipe's `unreadable` if the response is to blame."""
         if not items:
             return []
         start_s = time.perf_counter()
@@ -247,8 +244,7 @@ class CompositeReward:
     """The reward of one task.
 
     Args:
-        is_required: whether the service starts this task at once, and is ready only when the task is. Otherwise the
-            first item starts it.
+        is_required: whether the service starts this task at once and waits for it; else the first item starts it.
     """
 
     def __init__(self, task: str, components: Sequence[RewardComponent], *, is_required: bool) -> None:

@@ -55,7 +55,7 @@ class Failure:
 
     reason: ScoreReason
     detail: str
-    """An explanation, stored with the rollout, exported, and shown to everybody by /readyz; so URLs keep no secrets."""
+    """A text that is stored with the rollout, exported, and shown to everybody by /readyz; its URLs hold no secrets."""
 
     def __post_init__(self) -> None:
         """Remove user, password and options from the URLs in the detail."""

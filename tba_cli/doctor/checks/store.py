@@ -23,7 +23,7 @@ FIX_STORE = "the message says what is wrong; docs/deploy.md, Redis and object st
 
 
 def check_store(target: Target) -> Iterator[CheckResult]:
-    """Check that the store answers; unless the services here only read, write and remove objects under `check/`."""
+    """Check that the store answers. If services here write to it, also write and remove objects under `check/`."""
     section = target.recipe.store
     if section.url.startswith("file://"):
         is_of_run = not section.url.startswith("file:///")

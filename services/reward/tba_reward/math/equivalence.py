@@ -146,7 +146,7 @@ def same_anywhere(gold: str, text: str) -> bool:
 
 
 def check_gold(gold: str) -> None:
-    """Parse a gold answer and compare it with itself and with 1. This is slow only if the gold answer is to blame."""
+    """Compare a gold answer with itself and with 1: an error or a timeout shows that the gold answer is to blame."""
     gold, _ = normalize_gold(gold)
     if _compare_plainly(gold, "") is None:
         same_value(parse_gold(gold), parse_gold(gold))
@@ -333,10 +333,7 @@ def with_imaginary_unit(part: Any) -> Any:
 
 
 def same_rational(gold: Any, answer: Any) -> bool | None:
-    """Return whether two rational numbers are equal; None if this cannot tell.
-
-    It cannot if a side is not rational or is a percentage, or if unequal sides include a decimal, which may be rounded.
-    """
+    """Return whether two rational numbers are equal; None for other values, percentages, and decimals that differ."""
     # math-verify takes 1/2^99 for 1/2^98: it looks at 15 digits of the difference
     if not (_is_expression(gold) and _is_expression(answer)) or gold.free_symbols or answer.free_symbols:
         return None
@@ -376,9 +373,9 @@ def differ_somewhere(gold: Any, answer: Any) -> bool:
 
 
 def is_unsolved(part: Any) -> bool:
-    """Return whether the left side of an equation is a sum or product that has a number: `x+1=5`, not `a+b=5`.
+    """Return whether the left side of an equation is a sum or product with a number: `x+1=5`, not `a+b=5`.
 
-    math-verify would wrongly take the right side of such an equation for the answer.
+    math-verify would take its right side for the answer.
     """
     if not isinstance(part, Equality) or not part.lhs.free_symbols:
         return False

@@ -1,11 +1,13 @@
 r"""Compare plain numbers, and collections of them, exactly.
 
 Most answers are plain, and math-verify would take ten times as long. A pair is decided here only if both sides are
-plain: digits with or without thousands separators (`1,000`, `1{,}000`, `1\,000`, `1 000`), a decimal fraction (`12.5`,
-`.5`), a repeating one (`0.\overline{3}`), a fraction of two integers (`3/4`, `\frac{3}{4}`, `\dfrac34`), a mixed number
-(`1\frac12`, `1 1/2`), a power of ten (`10^{6}`), or one of these times a power of ten (`2.5\times10^{-7}`, `2.5e-7`).
-Each may have a sign and a percent sign. A collection is a point, interval, set or list of plain numbers: `(1, 2)`,
-`[0,\frac12)`, `\{1,2\}`, `1,2`.
+plain. Plain numbers, which may have a sign and a percent sign, are
+
+    digits, also with separators     `1000`, `1,000`, `1{,}000`, `1\,000`, `1 000`
+    decimals, also repeating ones    `12.5`, `.5`, `0.\overline{3}`
+    fractions and mixed numbers      `3/4`, `\frac{3}{4}`, `\dfrac34`, `1\frac12`, `1 1/2`
+    powers of ten, with a factor     `10^{6}`, `2.5\times10^{-7}`, `2.5e-7`
+    collections of plain numbers     points `(1, 2)`, intervals `[0,\frac12)`, sets `\{1,2\}`, lists `1,2`
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class WorkerRule:
     Attributes:
         function: `module:name` of a Rule, or of a BatchRule if `batch_items` is given.
         params: JSON values that the function gets in every call.
-        prepare: `module:name` of a function (params) -> None that each worker calls once before its first item, under
-            a deadline of its own (`WORKER_START_S` of app.py): slow imports belong here.
+        prepare: `module:name` of a function (params) -> None that each worker calls once before its first item. It has
+            its own deadline (`WORKER_START_S` of app.py), so slow imports belong here.
         batch_items: most items of one call of a BatchRule; None: the function is a Rule.
     """
 
@@ -45,7 +45,7 @@ class PoolRule:
 
     Attributes:
         number: identifies the rule in messages.
-        is_proven: whether a worker has loaded it. Until then only one worker at a time tries, because it may die of it.
+        is_proven: whether a worker has loaded it. Until then only one worker at a time tries: the load may kill it.
         num_load_crashes: workers in a row that died while they loaded it.
         load_error: why it could not be loaded; None: no error, or another attempt is due.
         retry_at_s: event loop time of the next attempt after a load error.
@@ -157,7 +157,7 @@ class Job:
         return Job(self.rule, self.timeout_s, self.items[start:end], self.futures[start:end])
 
     def split(self) -> list[Job]:
-        """Return one job per item without an outcome, the last item first; none if the job was split before."""
+        """Return one job per item that still waits for its outcome, the last item first; none if split before."""
         if self._is_split:
             return []
         self._is_split = True

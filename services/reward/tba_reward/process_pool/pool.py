@@ -38,7 +38,7 @@ CHUNK_ITEMS = 8
 CHUNK_S = 20.0
 """Largest sum of the item deadlines of one job: slow items must not delay the items behind them for too long."""
 WATCH_S = 0.05
-"""Pause between two checks of the running jobs. Only the second check past a limit kills the worker: at the first, the
+"""Pause between two checks of the running jobs. Only the second check past a limit kills the worker. At the first, the
 event loop may have been too busy to read the reply from the socket."""
 WALL_SLACK_S = 25.0
 """Wall-clock seconds that an item may take beyond its deadline. A request has more than this beyond the deadline of its

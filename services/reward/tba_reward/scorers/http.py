@@ -5,7 +5,7 @@
     reply    {"results": [{"item_id": "0", "reward": 0.5},
                           {"item_id": "1", "error": {"reason": "...", "detail": "..."}}, ...]}
 
-A request is repeated if there is no connection, on 429 and on 5xx, so scoring must be safe to repeat for the endpoint.
+A request is repeated after a failed connection, 429 or 5xx, so an endpoint must allow that scoring is repeated.
 A batch that is refused as a whole (400, 413, 422) is halved until the item to blame stands alone.
 The deadline of an item begins when its batch gets one of the MAX_CONCURRENT threads.
 """
@@ -178,7 +178,7 @@ class HttpScorer:
         return [_outcome(by_id.get(str(number))) for number in range(len(items))]
 
     def _send(self, body: bytes, deadline_s: float) -> _Answer | Failure:
-        """Post a body; repeat it without a connection, on 429 and on 5xx, up to NUM_RETRIES times and the deadline."""
+        """Post a body; retry after a failed connection, 429 or 5xx, up to NUM_RETRIES times and until the deadline."""
         failure = Failure("unreachable", f"{self._url} was not asked before the deadline")
         for attempt in range(NUM_RETRIES + 1):
             left_s = deadline_s - time.monotonic()

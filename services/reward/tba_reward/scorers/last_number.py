@@ -1,8 +1,8 @@
 """Kind `last_number` (GSM8K): compare the last number of the response with the gold answer.
 
 The rule: leave reasoning out and remove all commas. A number is ASCII digits with an optional fraction
-(`12`, `12.50`, `.5`). A minus (ASCII or U+2212) directly before it is its sign unless a letter, digit or closing
-bracket stands before the minus (`5-3` ends in 3). The last number counts, and is compared exactly (`18.00` is 18). A
+(`12`, `12.50`, `.5`). A minus (ASCII or U+2212) directly before it is its sign, unless the minus follows a letter,
+digit or closing bracket (`5-3` ends in 3). The last number counts, and is compared exactly (`18.00` is 18). A
 response without a number is wrong, 0. The gold answer is one number, which may have a plus before it, or a list of
 numbers, each of them right.
 """

@@ -20,7 +20,7 @@ def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
 
 
 class RewardModelScorer(ModelServerScorer):
-    """Scores an item by the model's output. With `against`: 1 above the other response's output, 0.5 equal, 0 below."""
+    """Scores an item by the model's output; with `against`, by 1, 0.5 or 0: above, equal or below another response."""
 
     async def _score(self, item: Item) -> Outcome:
         assert isinstance(self._spec, RewardModelSpec)

@@ -81,7 +81,7 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether the waiting requests fill a batch, so that it should not wait for more."""
+        """Whether the waiting requests fill a batch, so that there is no reason to wait for more."""
         return self._num_tokens >= self._batch_tokens
 
     def take(self, message: ScoreRequest | CancelRequest) -> None:

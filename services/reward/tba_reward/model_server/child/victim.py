@@ -69,11 +69,7 @@ class Victim:
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Return `num_replies` texts per attack, generated as one batch; None for a reply whose logits are not finite.
-
-        Args:
-            prompts: the token ids of each attack, from `encode`.
-        """
+        """Return `num_replies` texts per attack, from one batch; None: not finite logits. `prompts`: from `encode`."""
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]

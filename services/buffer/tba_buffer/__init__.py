@@ -1,1 +1,1 @@
-"""The buffer service of tba: Redis holds the truth, this process holds a view of its log and answers HTTP."""
+"""The buffer service of tba: Redis stores everything; this process keeps an index of its log and serves HTTP."""

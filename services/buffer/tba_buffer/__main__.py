@@ -15,9 +15,9 @@ def run(recipe: Recipe) -> None:
     """Check Redis, then serve until SIGTERM.
 
     Raises:
-        ConfigError: Redis cannot be reached or could lose data, or the address or the Kubernetes API cannot be
+        ConfigError: Redis cannot be reached or could lose data, or the HTTP address or the Kubernetes API cannot be
             used.
-        UnavailableError: Redis went away meanwhile, or does not have a whole log.
+        UnavailableError: Redis went away during the start, or a part of its log is missing.
     """
     from tba.server import serve
     from tba.tokens import server_tokens

@@ -1,13 +1,13 @@
 """The buffer: its parts, how they are wired, its start and its upkeep.
 
-start    check Redis -> own the run -> prompts, lineages, settings -> index from the log -> bounds -> ready
-upkeep   every UPKEEP_S: check again that Redis is durable (it may have been restarted with other settings), that it has
-         what was acknowledged and that no newer process owns the run; catch the index up, evict what has become too
-         old, compact the log when that is due, sample the counters for the rates. While Redis is not durable, pushes
-         are refused and the service is not ready.
+start    check Redis -> own the run -> load prompts, lineages, settings -> build the index -> evict -> ready
+upkeep   every UPKEEP_S: check that Redis is still durable (a restart may have changed its settings), that it has every
+         acknowledged change, and that no newer process owns the run. Then catch the index up, evict, compact the log
+         if it is long enough, and sample the counters for the rates. While Redis is not durable, pushes are refused
+         and the service is not ready.
 
-A read-only buffer (`buffer.read_only`) reads everything once and does none of the rest: it does not own the run, and
-has no upkeep and no workers.
+A read-only buffer (`buffer.read_only`) reads everything once. It does not own the run, and has no upkeep and no
+workers.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Buffer:
     """The buffer service without HTTP.
 
     Args:
-        recipe: the run.
-        registry: for metrics.
-        clock: Unix seconds; deadlines of leases and batches are told by it.
+        recipe: the settings of the run.
+        registry: receives the metrics.
+        clock: returns Unix seconds; the deadlines of leases and batches are set and checked with it.
     """
 
     def __init__(self, recipe: Recipe, registry: CollectorRegistry, *, clock: Callable[[], float] = time.time) -> None:
@@ -147,11 +147,11 @@ class Buffer:
         self._not_ready: str | None = "starting: reading the log from Redis"
 
     async def start(self) -> None:
-        """Read everything from Redis and begin the upkeep. Further calls do nothing.
+        """Take the run, read everything from Redis, evict, and start the background tasks. Further calls do nothing.
 
         Raises:
-            ConfigError: the run is stored in another format, or the live settings do not go with the recipe.
-            UnavailableError: Redis went away meanwhile, or does not have a whole log.
+            ConfigError: the run is stored in another format, or its live settings contradict the recipe.
+            UnavailableError: Redis went away meanwhile, or a part of its log is missing.
         """
         if self._not_ready is None:
             return
@@ -178,7 +178,7 @@ class Buffer:
         self.reward_probe.start()
 
     async def stop(self) -> None:
-        """End the upkeep and close the connections."""
+        """Stop the background tasks and close the connections to Redis."""
         self._ending.set()  # no cancel: a command that redis-py has begun may swallow the cancellation
         await self.reward_probe.stop()
         await self.scoring_worker.stop()
@@ -210,7 +210,7 @@ class Buffer:
         return problem or self._upkeep_problem
 
     async def run_info(self, *, with_summary: bool = False) -> RunInfo:
-        """Return the run, its components, waits and evaluations."""
+        """Return the state of the run, its components, waits and evaluations; `with_summary` adds a summary in words."""
         fields = await self.run_state.read_fields()
         components, waits = await self.components.read()
         evals, best = await self.evaluations.all_and_best()
@@ -279,7 +279,7 @@ class Buffer:
         )
 
     async def _reread(self) -> None:
-        """Read everything except the index again: Redis was restored from an older file."""
+        """Read prompts, lineages and settings again, and forget log positions, after Redis has lost log entries."""
         await self.catalog.reload()
         await self.lineages.load()
         await self.settings.load()
@@ -318,11 +318,11 @@ class Buffer:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """Check Redis before anything is served: its durability, the storage format and live settings of the run.
+    """Wait for Redis, then check its durability and the run's storage format and live settings, before any serving.
 
     Raises:
-        ConfigError: Redis was not there in time or could lose data, the run is stored in another format, or its live
-            settings do not go with the recipe.
+        ConfigError: Redis could not be reached in time or could lose data, the run is stored in another format, or its
+            live settings contradict the recipe.
     """
 
     async def check() -> None:

@@ -1,1 +1,1 @@
-"""The HTTP endpoints by what they are about; app.py puts their routers together."""
+"""The HTTP endpoints, grouped by subject; app.py joins their routers."""

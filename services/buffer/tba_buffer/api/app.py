@@ -19,13 +19,13 @@ from tba_buffer.service import Buffer
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
-    """Build the application. It first reads Redis when it starts, or earlier in `app.state.start`.
+    """Build the application. It reads nothing from Redis before its startup, or an earlier await of `app.state.start`.
 
     Args:
-        tokens: role -> bearer token, or None on loopback.
+        tokens: role -> bearer token; None, which loopback allows, checks no tokens.
 
     Raises:
-        ConfigError: settings that could never work together.
+        ConfigError: settings contradict each other.
     """
     registry = CollectorRegistry()
     buffer, auth = Buffer(recipe, registry), Authenticator(tokens)

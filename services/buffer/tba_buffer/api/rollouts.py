@@ -1,4 +1,4 @@
-"""Endpoints of the way of a rollout: prompts and leases, pushes, batches, published versions.
+"""Endpoints for the life cycle of a rollout: prompts, leases, pushes, batches, published versions.
 
 Beside them are the endpoints for evaluations, for reading stored rollouts, and for scoring them again.
 """
@@ -78,14 +78,14 @@ def training_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.post("/batches", operation_id="draw_batch", response_class=MsgpackResponse, dependencies=trainer)
     async def draw_batch(body: BatchRequest) -> MsgpackResponse:
-        """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what is waited for."""
+        """Draw the batch of one optimizer step (msgpack `tba.wire.decode_batch`); 429 names what the draw waits for."""
         drawn = await buffer.drawer.draw(body)
         # with every batch and ack: a trainer asks for the live settings when their revision is another one
         return MsgpackResponse(drawn.body, headers={SETTINGS_HEADER: str(buffer.settings.revision)})
 
     @api.post("/batches/{batch_id}/ack", operation_id="ack", status_code=204, dependencies=trainer)
     async def ack(batch_id: Name, body: AckRequest, response: Response) -> None:
-        """State that a step consumed the batch."""
+        """Record in the ledger that an optimizer step consumed the batch."""
         await buffer.ledger.ack(batch_id, body)
         response.headers[SETTINGS_HEADER] = str(buffer.settings.revision)
 
@@ -112,7 +112,7 @@ def training_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.post("/checkpoints", operation_id="register_checkpoint", status_code=204, dependencies=trainer)
     async def register_checkpoint(body: CheckpointRequest) -> None:
-        """Make a complete checkpoint the one that a resume starts from."""
+        """Register a complete checkpoint; a resumed trainer starts from the last registered one."""
         await buffer.lineages.checkpoint(body)
 
     return api
@@ -130,8 +130,8 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/prompts", operation_id="list_prompts", dependencies=viewer)
     async def list_prompts(request: Annotated[PromptsRequest, Query()]) -> PromptPage:
-        """Return prompts that match, with the rewards of their stored rollouts; `contains` is looked for in id and
-        text, whatever the case, and `after` is the number of prompts of this order that were seen already."""
+        """Return matching prompts with the rewards of their stored rollouts. `contains` is searched in id and text,
+        ignoring case. `after` is the number of prompts to skip in the order asked for."""
         return await buffer.prompt_reader.page(request)
 
     # a path, since the id of a prompt may hold slashes
@@ -147,17 +147,17 @@ def prompts_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.post("/leases/renew", operation_id="renew_leases", dependencies=searcher)
     async def renew_leases(body: LeaseRenewal) -> LeaseRenewalReply:
-        """Give leases that take longer a new deadline."""
+        """Extend the deadline of leases that the searcher still works on."""
         return await buffer.leases.renew(body)
 
     @api.post("/leases/return", operation_id="return_leases", status_code=204, dependencies=searcher)
     async def return_leases(body: LeaseReturn) -> None:
-        """Return unfinished leases, and end those that cannot be sampled."""
+        """Return unfinished leases to be leased again, and end visits that cannot be sampled."""
         await buffer.leases.give_back(body)
 
     @api.post("/evals", operation_id="request_eval", dependencies=auth.only("trainer", "operator"))
     async def request_eval(body: EvalRequest, request: Request) -> EvalReply:
-        """Have searchers evaluate a published version on held-out prompts; one that exists is returned as it is."""
+        """Have searchers evaluate a published version on held-out prompts; an existing evaluation is returned as is."""
         requester_role(auth, request, token=body.token, what="asks for an evaluation")
         return await buffer.evaluations.request(body)
 
@@ -202,17 +202,17 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/rollouts/{rollout_id}", operation_id="get_rollout", dependencies=viewer)
     async def get_rollout(rollout_id: Annotated[str, Path(pattern="^[0-9a-f]{32}$")]) -> RolloutDetail:
-        """Return everything that is stored of one rollout."""
+        """Return everything that is stored about one rollout."""
         return await buffer.reader.get(rollout_id)
 
     @api.post("/rescore", operation_id="start_rescore", dependencies=auth.only("operator"))
     async def start_rescore(body: RescoreRequest) -> RescoreInfo:
-        """Score stored rollouts again; the same request returns the job that runs for it."""
+        """Start a job that scores stored rollouts again; a repeated request returns the job that already runs."""
         return await buffer.rescore_jobs.start(body)
 
     @api.get("/rescore", operation_id="rescore", dependencies=auth.only("viewer"))
     async def rescore() -> RescoreInfo:
-        """Return the job that runs, or the last one."""
+        """Return the running re-scoring job, or the last one."""
         return await buffer.rescore_jobs.info()
 
     return api

@@ -35,7 +35,8 @@ from tba_buffer.service import Buffer
 
 SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 _KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
-"""The kinds of heartbeats that a role may send: a trainer's waits decide how many searchers an autoscaler starts."""
+"""Role -> kinds of heartbeat that it may send. Autoscalers start searchers by a trainer's waits, so no searcher may
+report them."""
 COMMAND_ROLES: dict[CommandName, tuple[str, ...]] = {
     "pause": ("operator", "trainer"),
     "done": ("trainer",),
@@ -48,7 +49,7 @@ COMMAND_ROLES: dict[CommandName, tuple[str, ...]] = {
 
 
 def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
-    """Build the endpoints for heartbeats, state, commands."""
+    """Build the endpoints for heartbeats, the state of the run, commands and checkpoints."""
     api = APIRouter(prefix="/v1")
 
     @api.post(
@@ -61,8 +62,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     async def heartbeat(
         request: Request, response: Response, heard: Annotated[str, Header(alias=ACKNOWLEDGED_HEADER)] = ""
     ) -> None:
-        """Record a heartbeat (msgpack `tba.wire.encode_heartbeat`). A trainer sends the last header
-        `tba-acknowledged` that it received, so that a restarted buffer finds out what Redis has lost meanwhile."""
+        """Record a heartbeat (msgpack `tba.wire.encode_heartbeat`). A trainer sends back the last header
+        `tba-acknowledged` that it received; a restarted buffer then detects changes that Redis has lost."""
         beat = decode_heartbeat(await raw_body(request))
         role = auth.role_of(request.headers.get("authorization", ""))
         # operators, and callers where no tokens are checked, may send every kind
@@ -78,8 +79,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/run", operation_id="run", dependencies=auth.only("viewer", "searcher", "trainer"))
     async def run(request: Request, summary: bool = False) -> RunInfo:
-        """Return the state of the run, its components, waits, evaluations; with `summary`, for a viewer, also in
-        sentences what it does, how it learns, what waits for what, and what to try."""
+        """Return the state of the run, its components, waits and evaluations. `summary`, for viewers only, adds
+        sentences about what the run does, how it learns, what waits for what, and what to try."""
         if summary:
             auth.check(request.headers.get("authorization", ""), ("viewer",))
         return await buffer.run_info(with_summary=summary)
@@ -91,8 +92,8 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.post("/run", operation_id="command", dependencies=auth.only("operator", "trainer"))
     async def command(body: CommandRequest, request: Request) -> RunInfo:
-        """Change the run: the trainer says pause, done and fail; an operator pause, resume, stop, rollback and
-        accept-loss."""
+        """Change the state of the run. A trainer may send pause, done and fail; an operator may send pause, resume,
+        stop, rollback and accept-loss."""
         auth.check(request.headers.get("authorization", ""), COMMAND_ROLES[body.command])
         match body.command:
             case "accept-loss":
@@ -109,7 +110,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/checkpoints", operation_id="checkpoints", dependencies=auth.only("viewer"))
     async def checkpoints() -> CheckpointList:
-        """Return what a rollback can return to, newest first."""
+        """Return the checkpoints that a rollback can return to, newest first."""
         return CheckpointList(versions=[str(version) for version in await buffer.rollbacks.checkpoints()])
 
     return api
@@ -121,7 +122,7 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/run/settings", operation_id="settings", dependencies=auth.only("viewer", "trainer"))
     async def settings(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> SettingsInfo:
-        """Return the settings now, and the changes after a revision."""
+        """Return the current live settings, and their changes after the revision `after`."""
         return await buffer.settings.info(after=after)
 
     @api.patch("/run/settings", operation_id="change_settings", dependencies=auth.only("operator", "trainer"))
@@ -134,12 +135,12 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/run/searchers", operation_id="scaling", dependencies=auth.only("viewer", "trainer"))
     async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
-        """Return how many searchers are desired and alive, and the changes after a revision."""
+        """Return how many searchers are desired and alive, and the changes of the first after the revision `after`."""
         return await buffer.scaling.info(after=after)
 
     @api.patch("/run/searchers", operation_id="scale", dependencies=auth.only("operator"))
     async def scale(body: ScaleRequest) -> ScalingInfo:
-        """Set the number of searchers while the run continues; null: as many as the recipe or the chart says."""
+        """Set the number of searchers while the run continues; null restores the number of the recipe or the chart."""
         return await buffer.scaling.change(body)
 
     return api
@@ -152,12 +153,12 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.post("/snapshots", operation_id="save_snapshot", status_code=202, dependencies=operator)
     async def save_snapshot(body: SnapshotRequest) -> SnapshotInfo:
-        """Begin to save the buffer; GET /v1/snapshots/{name} says how far it is."""
+        """Begin to save the buffer in the background; GET /v1/snapshots/{name} returns the progress."""
         return await buffer.snapshots.save(body.name)
 
     @api.post("/snapshots/load", operation_id="load_snapshot", status_code=202, dependencies=operator)
     async def load_snapshot(body: LoadRequest) -> OriginInfo:
-        """Begin this run with a snapshot; `origin` of GET /v1/run says how far it is."""
+        """Begin to load a snapshot into this new run; `origin` of GET /v1/run has the progress."""
         return await buffer.snapshots.load(body)
 
     @api.get("/snapshots/{name}", operation_id="get_snapshot", dependencies=viewer)
@@ -177,8 +178,7 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
         to_step: Annotated[int | None, Query(ge=0, le=MAX_STEP)] = None,
         max_points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = 500,
     ) -> Curves:
-        """Return the metrics of the steps, thinned to `max_points`; `names` are those of metrics, with commas between
-        them."""
+        """Return metrics per step, thinned to `max_points`; `names` are metric names, separated by commas."""
         return await buffer.curves.read(names=names, from_step=from_step, to_step=to_step, max_points=max_points)
 
     @api.get("/versions", operation_id="list_versions", dependencies=viewer)
@@ -190,14 +190,14 @@ def views_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
 
 def requester_role(auth: Authenticator, request: Request, *, token: str | None, what: str) -> Role:
-    """Return the role of an operator or a trainer that changes the run.
+    """Return whether a request to change the run comes from an operator or a trainer.
 
     Args:
-        token: the fencing token of the request, if any; the change is written only if it is the active one.
-        what: what the trainer does, for the error ("changes settings").
+        token: the fencing token of the request, if any. Whether it is the active one is checked later, by the script.
+        what: names the trainer's action in the error ("changes settings").
 
     Raises:
-        ForbiddenError: a trainer without a fencing token: it may have been replaced.
+        ForbiddenError: a trainer sent no fencing token; another trainer may have replaced it.
     """
     role = auth.role_of(request.headers.get("authorization", ""))
     if role == "trainer" and token is None:

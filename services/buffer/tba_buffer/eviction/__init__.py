@@ -1,1 +1,1 @@
-"""Eviction: which rollouts go and why, and the task that deletes them."""
+"""Eviction: the rules that choose rollouts to drop, and the task that deletes them."""

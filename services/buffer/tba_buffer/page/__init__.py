@@ -1,1 +1,1 @@
-"""The live page: files that a browser loads once; everything that it shows it asks the REST endpoints for."""
+"""The live page: static files that a browser loads once; the page fetches all data from the REST endpoints."""

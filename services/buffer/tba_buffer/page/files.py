@@ -1,8 +1,8 @@
 """The files of the page, served from memory at `/` and `/page/...`.
 
-They hold no data of a run, so they need no token: the page sends the bearer token with its own requests, and keeps it
-in memory alone. What a model has written reaches the document as text, never as markup, and the policy below would not
-run it anyway: no inline script, no inline style, no other host, no frame around it.
+They hold no data of a run, so they need no token. The page sends the bearer token with its own requests, and keeps it
+in memory alone. The page inserts model output as text, never as markup. As a second defence, the content security
+policy below forbids inline scripts, inline styles, other hosts and framing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file with its headers."""
+    """One file of the page, with its `content-type` and ETag."""
 
     content: bytes
     media_type: str
@@ -48,7 +48,7 @@ class PageFile:
 
 
 def page_router() -> APIRouter:
-    """Build the endpoints of the page's files, which everyone may read."""
+    """Build the endpoints that serve the page's files without a token."""
     api = APIRouter(include_in_schema=False)
 
     @api.get("/")
@@ -74,7 +74,7 @@ def _answer(path: str, request: Request) -> Response:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """Return every file of the page by its path below `static`; read once."""
+    """Return the page's files, keyed by their path below `static`; only the first call reads the disk."""
     return dict(_read(files("tba_buffer.page") / "static", ""))
 
 

@@ -1,1 +1,1 @@
-"""Snapshots: the buffer saved to the object store, and runs that begin with one."""
+"""Snapshots: save the buffer to the object store, and load one into a new run."""

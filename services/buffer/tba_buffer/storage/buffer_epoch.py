@@ -17,8 +17,8 @@ class BufferEpoch:
 
     Args:
         redis: the client.
-        keys: of the run.
-        run: its name.
+        keys: the key names of the run.
+        run: the name of the run.
     """
 
     def __init__(self, redis: BytesRedis, keys: Keys, run: str) -> None:
@@ -29,7 +29,7 @@ class BufferEpoch:
         """Why this process serves nothing any more, once it has found the epoch of a newer one."""
 
     async def take(self, now_s: float) -> None:
-        """Take the next epoch, and with it the run.
+        """Take the next epoch: this process owns the run from now on, and Redis refuses writes of older processes.
 
         Raises:
             ConfigError: the run is stored in another format.
@@ -46,7 +46,7 @@ class BufferEpoch:
                 self.number = int((await pipe.execute())[1])
 
     async def look(self) -> None:
-        """Take the epoch that Redis has as the own one, and write nothing: a read-only buffer does not own the run.
+        """Adopt the epoch found in Redis and write nothing: a read-only buffer does not own the run.
 
         Raises:
             ConfigError: the run is stored in another format.
@@ -60,7 +60,7 @@ class BufferEpoch:
         """Ask Redis whether this process still owns the run.
 
         Raises:
-            SupersededError: a newer buffer process does. This one serves nothing from then on.
+            SupersededError: a newer buffer process owns it; this one serves nothing from then on.
             UnavailableError: Redis did not answer.
         """
         if await self._found() > self.number:
@@ -71,7 +71,7 @@ class BufferEpoch:
             raise SupersededError(f"{what} was refused: {self.refused}")
 
     async def _found(self) -> int:
-        """Return the epoch in Redis; 0: none, or a damaged one."""
+        """Return the epoch in Redis; 0 if it is absent or damaged."""
         with redis_errors("read the epoch of the buffer process"):
             return read_count(await self._redis.get(self._keys.epoch)) or 0
 
@@ -80,7 +80,7 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
     """Refuse a storage format that this release does not know.
 
     Raises:
-        ConfigError: the run is stored in another one.
+        ConfigError: the run is stored in another format.
         UnavailableError: Redis did not answer.
     """
     with redis_errors("be asked for its storage format"):

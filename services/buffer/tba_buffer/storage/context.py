@@ -4,9 +4,8 @@ Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a
 that is run again with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports
 and counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
 
-Whatever asks Redis raises UnavailableError while it does not answer. The docstrings of other rooms name further errors.
-
-RunHash has the one parser of each field of the `run` hash, which is read by itself or in a transaction with other keys.
+Every call that asks Redis raises UnavailableError while Redis does not answer. Docstrings outside this package name
+only further errors. RunHash parses the fields of the `run` hash for all other modules.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ ACKNOWLEDGING = {
     "settings",
     "scale",
 }
-"""Scripts that acknowledge something: each adds one to the counter `acknowledged` (lost_changes.py). Leases, draws and
-evictions are made again when Redis has lost them."""
+"""Scripts that acknowledge a change: each adds one to the counter `acknowledged` (lost_changes.py). Leases, draws and
+evictions do not count, because they are repeated when Redis has lost them."""
 HEAD = """\
 local args = cmsgpack.unpack(ARGV[1])
 local function key(name) return KEYS[1] .. name end
 local function digits(number) return string.format('%.0f', number) end
 local function is_superseded() return redis.call('GET', key('replica')) ~= digits(args.epoch) end
 """
-"""Stands in front of every script. KEYS[1] is the prefix of the run's keys. ARGV[1] is a msgpack map of the arguments.
+"""Prepended to every script. KEYS[1] is the prefix of the run's keys. ARGV[1] is a msgpack map of the arguments.
 Its numbers are doubles in Lua: a whole number is exact up to 2^53. The other ARGV are payloads of rollouts."""
 PRELUDES = {
     "push": ("log", "visits"),
@@ -88,7 +87,7 @@ SUPERSEDED = b"superseded"
 
 
 def script_text(name: str) -> str:
-    """Return a script. Scripts cannot import: the functions that they share are put in front of them."""
+    """Return the text of a script, with HEAD and its preludes in front: Lua scripts in Redis cannot import."""
     parts = [*(f"preludes/{each}" for each in PRELUDES.get(name, ())), name]
     return "\n".join([HEAD, *((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)])
 
@@ -97,10 +96,10 @@ class Scripts:
     """Runs scripts by name.
 
     Args:
-        durability: of Redis; while it is broken, nothing that writes runs.
-        keys: of the run.
-        epoch: of this process; every script is told its number.
-        losses: takes the numbers of what is acknowledged.
+        durability: owns the connections; while it finds Redis not durable, only accept_loss runs.
+        keys: the key names of the run.
+        epoch: the epoch of this process, an argument of every script.
+        losses: is told the value of the counter `acknowledged` after each script of ACKNOWLEDGING.
     """
 
     def __init__(self, durability: DurabilityCheck, keys: Keys, epoch: BufferEpoch, losses: Losses) -> None:
@@ -115,9 +114,9 @@ class Scripts:
         """Run a script and return its reply; texts are bytes.
 
         Args:
-            name: of the script.
-            payloads: of rollouts; Redis would copy them once more in the map of arguments.
-            args: the script's arguments. One that is None is absent.
+            name: the file name of the script, without `.lua`.
+            payloads: msgpack bytes of rollouts, outside the map of arguments because Redis would copy them once more.
+            args: the script's arguments; None means that the argument is absent.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -128,7 +127,10 @@ class Scripts:
     async def run_with(
         self, name: str, args: Mapping[str, Any], payloads: Sequence[bytes] = (), commands: Sequence[Command] = ()
     ) -> list[Any]:
-        """Run a script, then plain commands, in one round trip but not atomically; return one reply each.
+        """Run a script, then plain commands, in one round trip but not atomically.
+
+        Returns:
+            The reply of the script, then one reply per command.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -166,7 +168,7 @@ class Scripts:
         return replies
 
     async def accept_loss(self, **args: Any) -> int:
-        """Run the one script that may run although Redis has lost data.
+        """Run accept_loss.lua, the one script that may run while Redis has lost data; return its number.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -199,10 +201,10 @@ class Signal:
 
     def __init__(self) -> None:
         self.ticket = asyncio.Event()
-        """For now: set with the next change."""
+        """The event that the next `notify` sets; `notify` then replaces it."""
 
     def notify(self) -> None:
-        """Wake all who wait."""
+        """Wake every waiter."""
         self.ticket.set()
         self.ticket = asyncio.Event()
 
@@ -227,14 +229,14 @@ class Context:
     epoch: BufferEpoch
     clock: Callable[[], float] = time.time
     changed: Signal = field(default_factory=Signal)
-    """For batches: rollouts, scores, the state of the run."""
+    """Wakes waiting draws: there are new rollouts or scores, or the state of the run has changed."""
     leasable: Signal = field(default_factory=Signal)
-    """For leases: room that a draw makes, leases that are returned, evaluations, weight versions, the state of the run.
-    What else makes room is found by looking again after a while."""
+    """Wakes waiting lease requests: after a draw, a return of leases, an evaluation, a weight version, or a change of
+    the run's state. Nothing notifies other reasons to grant a lease, so waiting requests also poll."""
     mutation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while stored rollouts are changed or removed: by evictor, scorer, rescoring, the end of a snapshot.
 
-    Pushes do not need it. Its holder catches the index up first, so that it sees exactly what it changes.
+    Pushes do not need it. Its holder first catches the index up, so that the index has every rollout to be changed.
     """
 
     def notify_all(self) -> None:
@@ -292,10 +294,14 @@ class Context:
         return self.parse_counters(raw)
 
     def parse_counters(self, raw: Mapping[bytes, bytes], key: str | None = None) -> dict[str, int]:
-        """Parse a hash of counters; of `keys.counters` without a key.
+        """Parse a hash of counters.
+
+        Args:
+            raw: the reply of HGETALL.
+            key: the name of the hash, for errors; None: `keys.counters`.
 
         Raises:
-            UnavailableError: one cannot be read. Those that losses are found by are left out: reading continues then.
+            UnavailableError: a counter is damaged. A damaged one of LOSS_COUNTERS is left out instead.
         """
         found: dict[str, int] = {}
         for name, value in raw.items():
@@ -308,10 +314,10 @@ class Context:
 
 
 def parse_number(text: bytes | None, *, lowest: int = 0, absent: int = 0) -> int:
-    """Return a stored number; `absent` where there is none.
+    """Parse a stored whole number; return `absent` where there is none.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is no number, or not between `lowest` and MAX_NUMBER.
     """
     number = int(text or absent)
     if not lowest <= number <= MAX_NUMBER:
@@ -320,21 +326,21 @@ def parse_number(text: bytes | None, *, lowest: int = 0, absent: int = 0) -> int
 
 
 parse_cursor = partial(parse_number, lowest=-1, absent=-1)
-"""Parses how far a snapshot is loaded; -1: nothing of it."""
+"""Parses the position in the snapshot's log up to which it is loaded; -1: nothing is loaded."""
 
 
 def unreadable(key: str, name: str, error: BaseException) -> UnavailableError:
-    """Return the error of a field that cannot be read: its bytes are damaged, or of another release."""
+    """Return the error for a field that cannot be parsed: its bytes are damaged, or another release wrote them."""
     why = one_line(f"{type(error).__name__}: {error}".partition(" [type=")[0])[:MAX_DETAIL_CHARS]
     why = why.encode(errors="backslashreplace").decode()
     return UnavailableError(f"the field {name} of {key} in Redis cannot be read ({why}); restore Redis from a copy")
 
 
 def needed(key: str, name: str, how: Callable[[], T]) -> T:
-    """Return what `how` reads of a field.
+    """Call `how`, the parser of a stored field, and return its result.
 
     Raises:
-        UnavailableError: it cannot be read.
+        UnavailableError: the parser failed; the message names the Redis key `key` and the field `name`.
     """
     try:
         return how()
@@ -345,7 +351,7 @@ def needed(key: str, name: str, how: Callable[[], T]) -> T:
 async def read_lines(
     context: Context, key: str, model: type[M], *, after: int, limit: int
 ) -> tuple[list[M], int | None]:
-    """Return at most `limit` lines of an audit after line number `after`, and the number to continue after, if any.
+    """Return at most `limit` audit lines after line number `after`, and the line number to continue after, if any.
 
     Raises:
         UnavailableError: Redis did not answer, or a line cannot be read.
@@ -390,12 +396,12 @@ _text = partial(str, encoding="utf-8", errors="replace")
 class RunHash:
     """The `run` hash as Redis had it at one moment. Versions are `lineage-step` texts.
 
-    A field is parsed once, when it is asked for. One that cannot be read is an UnavailableError with its name, since
-    nobody may be given work by a guess.
+    A field is parsed at its first access. A damaged field raises UnavailableError with its name, so that no work is
+    handed out by a guess.
 
     Args:
         context: Redis and settings.
-        raw: field -> text, the reply of HGETALL: a transaction asks for it beside other keys of the same moment.
+        raw: field -> text, the reply of HGETALL, perhaps from a transaction with other keys.
     """
 
     state: cached_property[RunState] = _field("state", _state, "running")  # a run has none before its first change
@@ -421,7 +427,7 @@ class RunHash:
 
     @classmethod
     async def read(cls, context: Context, what: str = "read the run") -> RunHash:
-        """Read it by itself.
+        """Read the hash from Redis, outside of a transaction.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -436,10 +442,10 @@ class RunHash:
         return self.stored_sampling_version or self.latest_version
 
     def parse_all(self) -> RunHash:
-        """Parse every field now.
+        """Parse every field now, so that damage shows at once, and return self.
 
         Raises:
-            UnavailableError: one cannot be read.
+            UnavailableError: a field is damaged.
         """
         for name, item in vars(RunHash).items():
             if isinstance(item, cached_property):

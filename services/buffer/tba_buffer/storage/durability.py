@@ -3,9 +3,9 @@
 broken    Redis could lose what it acknowledges, or takes no writes: nothing is written, the service is not ready.
 full      maxmemory is nearly reached: no rollouts are added. Draws, acks and leases use the memory that is left.
 
-Redis is asked at start, every second, and after every new connection, before a write over it is acknowledged. Behind a
-new connection may be a Redis that was restarted with other settings, without its data (`on_checked`), or with a damaged
-file: after a restart the log is read again (`on_restarted`).
+Redis is checked at start, every second, and after every new connection, before a write over that connection is
+acknowledged. A new connection may lead to a Redis that was restarted with other settings, without its data
+(`on_checked` finds that), or with a damaged file (`on_restarted` reads the log again).
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from tba_buffer.storage.redis_client import (
 log = get_logger("redis")
 NUM_CONNECTIONS = 8
 START_TIMEOUT_S = 300.0
-"""For a Redis that is late or loads its file. Kubernetes ends a buffer that is not ready for twice as long."""
+"""How long a start waits for Redis to answer and load its file. Kubernetes restarts an unready buffer only after twice
+that time."""
 FULL_SHARE = 0.95
-"""Of maxmemory. The rest is for draws, acks, leases and publications, which are small."""
+"""Redis counts as full at this share of maxmemory. The rest is for draws, acks, leases and publications (small)."""
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"
 READING_AGAIN = "Redis was started again, and its log is being read again"
 PROBE = "tba:no-such-key"
@@ -45,8 +46,8 @@ class DurabilityCheck:
     """Checks one Redis, and owns the connections to it.
 
     Args:
-        access: its address and password.
-        is_view: nothing is acknowledged over it, so only its process is looked at; its Redis may have no CONFIG.
+        access: the address and password of Redis.
+        is_view: the buffer is read-only, so only the `run_id` of Redis is read; CONFIG may be forbidden.
 
     Raises:
         ConfigError: the URL is no URL of Redis.
@@ -66,9 +67,9 @@ class DurabilityCheck:
         self._process_known: str | None = None
         self._process_damaged: tuple[str | None, str] | None = None
         self.on_checked: Callable[[], Awaitable[str | None]] | None = None
-        """Run at each check; returns what Redis has lost of what was acknowledged, or None."""
+        """Awaited at each check; returns a sentence about acknowledged changes that Redis has lost, or None."""
         self.on_restarted: Callable[[], Awaitable[str | None]] | None = None
-        """Run when Redis is another process than before; returns what is wrong with its data, or None."""
+        """Awaited when Redis has been restarted; returns a sentence about what is wrong with its data, or None."""
         self.broken: str | None = None
         """Why nothing may be written."""
         self.full: str | None = None
@@ -87,7 +88,7 @@ class DurabilityCheck:
         await self.redis.aclose()
 
     async def check(self) -> None:
-        """Ask Redis.
+        """Ask Redis for its settings and state, and update `broken` and `full`.
 
         Raises:
             UnavailableError: Redis cannot be asked.
@@ -117,17 +118,17 @@ class DurabilityCheck:
 
     @property
     def damaged(self) -> str | None:
-        """The problem with the data of the Redis that runs now, after a restart of Redis."""
+        """The sentence of `on_restarted` about damaged data, if it is about the Redis process that runs now."""
         if self._process_damaged is None or self._process_damaged[0] != self._process:
             return None
         return self._process_damaged[1]
 
     def accept_damage(self) -> None:
-        """Take the data of this Redis as it is."""
+        """Accept the data of the running Redis process as it is; `on_restarted` is not awaited for it again."""
         self._process_damaged, self._process_known = None, self._process
 
     async def require(self) -> None:
-        """Return only if Redis keeps what is written now and what was just written.
+        """Raise unless Redis is durable; after a new connection, check Redis first.
 
         Raises:
             UnavailableError: Redis may lose it.
@@ -140,13 +141,13 @@ class DurabilityCheck:
             raise UnavailableError(f"nothing is acknowledged now: {self.broken}")
 
     async def check_at_start(self, on_late: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Wait (wait `redis-start`) while Redis is not there, loads or first writes its file, then check it.
+        """Wait until Redis answers and has loaded, or first written, its file (wait `redis-start`); then check it.
 
         Args:
             on_late: awaited once, when the wait begins.
 
         Raises:
-            ConfigError: Redis was not there in time, or could lose acknowledged data.
+            ConfigError: Redis was not ready within START_TIMEOUT_S, cannot be used, or could lose acknowledged data.
         """
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -255,9 +256,9 @@ class DurabilityCheck:
         return None
 
     async def _has_file(self, info: Mapping[str, Any]) -> bool:
-        """Return whether there is an append-only file, which is only being rewritten.
+        """Return whether a complete append-only file exists already, which the running rewrite only replaces.
 
-        A file has no base until its first rewrite has ended, which begins by itself at 64 MB.
+        A new file has no base until its first rewrite has ended; Redis begins that rewrite by itself at 64 MB.
         """
         if info["aof_base_size"] or int(str(info["redis_version"]).split(".")[0]) >= 7:
             return bool(info["aof_base_size"])

@@ -1,7 +1,7 @@
 """Every Redis key of a run: type, content, owner (what writes it), lifetime. All start with `tba:<run>:`.
 
-Lifetime is that of the run unless the content column says otherwise; only `batch:<id>` and
-the pieces of a checkpoint that was never completed expire by themselves.
+A key lives as long as the run, unless the content column says otherwise. Only `batch:<id>` and the pieces of a
+checkpoint that was never completed expire by themselves.
 
 | key             | type   | content                                                           | owner                 |
 |-----------------|--------|-------------------------------------------------------------------|-----------------------|
@@ -106,13 +106,13 @@ from __future__ import annotations
 from tba import __version__
 
 FORMAT = 4
-"""The storage format that is described here. A change of content or meaning takes another number; tba 0.1 had none, 0.2
-had 2."""
+"""The number of the storage format described here; every change of content or meaning increases it. tba 0.1 had none,
+0.2 had 2."""
 FORMAT_TEXT = f"{FORMAT} {__version__}"
 
 
 class Keys:
-    """The key names of one run that Python reads. Scripts build theirs from `prefix` (context.py).
+    """The key names of one run that Python uses. Scripts build key names from `prefix` (context.py).
 
     Args:
         run: the run's name.

@@ -1,15 +1,15 @@
 """Find out what Redis has lost of this run.
 
-A loss is something that was acknowledged and is not there (Losses):
+A loss is an acknowledged change that Redis no longer has (Losses):
 
-number        every script that acknowledges something adds one to the counter `acknowledged`, behind its writes. Redis
-              writes its file in this order, so a Redis that counts to n has all that was acknowledged up to n
-acknowledged  the highest number that this process was told
-claim         the number that an earlier start of the buffer told the trainer. The trainer hears the number with each
-              heartbeat and sends it with the next. So a buffer that starts over an older copy of Redis finds out
-lost          Redis counts less than this process was told or a script was answered before; or, when this process
-              started, less than the trainer claims; or it does not know of this start of the buffer. A loss that later
-              writes could hide is noted there, so that no later check, and no later start of the buffer, can miss it
+number        every script that acknowledges a change adds one to the counter `acknowledged`, after its writes. Redis
+              writes its file in this order, so a Redis that counts to n has every change acknowledged up to n
+acknowledged  the highest number that Redis has told this process
+claim         the number that an earlier start of the buffer told the trainer. The reply to a heartbeat has the number,
+              and the trainer sends it with its next heartbeat. So a buffer notices that its Redis is an older copy
+lost          Redis counts less than it told this process before; or, when this process started, less than the trainer
+              claims; or it has an older buffer epoch than this process took. A loss that later writes could hide is
+              noted in Redis, so that no later check, and no later start of the buffer, can miss it
 damaged       a compared number cannot be read, or the counters are older than the log: nobody knows how much is lost
 accepted      by an operator, with a line of the audit
 
@@ -39,12 +39,12 @@ REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The numbers of Redis; None: one that cannot be read."""
+    """The values that Redis has; None: the value is damaged."""
 
     epoch: int | None
     acknowledged: int | None
     noted: int | None
-    """How many lost changes were noted."""
+    """The number of lost changes that were noted and not accepted."""
     log_position: int | None
     accepted_by: bytes
     log_end: int
@@ -59,17 +59,17 @@ return {
   redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1),
 }
 """
-"""Reads all of `_Found` at one moment."""
+"""Lua script that reads all values of `_Found` atomically."""
 
 
 class Losses:
-    """Knows what was acknowledged, and compares it with Redis.
+    """Tracks the number of acknowledged changes, and compares it with the counter in Redis.
 
     Args:
         redis: the client.
-        keys: of the run.
-        epoch: of this process.
-        clock: Unix seconds.
+        keys: the key names of the run.
+        epoch: the epoch of this process.
+        clock: returns Unix seconds.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class Losses:
         self._redis, self._keys, self._epoch, self._clock = redis, keys, epoch, clock
         self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)
-        """Names this start in the claims of trainers; never used again."""
+        """Random name of this start of the buffer, a part of `claim`."""
         self.acknowledged = self._at_start = 0
-        """The highest number that this process was told, now and when it started."""
+        """The highest number that Redis has told this process so far; `_at_start`: the one when it took the run."""
         self.num_lost = 0
         """Acknowledged changes that Redis does not have now."""
         self.problem: str | None = None
-        """The loss of Redis, while it is not accepted."""
+        """A sentence about a loss that no operator has accepted, or None."""
         self.accepted_by = b""
-        """The last acceptance. Log positions that were read before it may belong to other rollouts now."""
+        """Request id of the last accepted loss. Log positions read before it may belong to other rollouts now."""
 
     @property
     def claim(self) -> str | None:
-        """The token that a trainer gets, and sends with its next heartbeat; None while a loss is not accepted."""
+        """The text that a trainer gets with one heartbeat and sends with the next; None while a loss is unaccepted."""
         # the trainer keeps its older claim then: a Redis that is restored once more forgets the loss noted in it
         return None if self.problem is not None else f"{self._process}:{self.acknowledged}"
 
     async def begin(self) -> None:
-        """Begin to own the run; what Redis has now counts as acknowledged.
+        """Read the counter of Redis as the number that this process starts from, once its epoch is taken.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -110,12 +110,12 @@ class Losses:
         self.accepted_by = redis.accepted_by
 
     async def acknowledge(self, number: int, before: int, *, epoch: int) -> bool:
-        """Take the number that a script was answered; return whether it shows a loss.
+        """Record the counter after a script of ACKNOWLEDGING; if it shows a loss, note that in Redis and return True.
 
         Args:
-            number: of the script.
-            before: what was acknowledged before the script ran; Redis must count beyond it.
-            epoch: in Redis after the script.
+            number: the counter `acknowledged`, after the script added one.
+            before: the value of `self.acknowledged` before the script ran; without a loss, `number` is larger.
+            epoch: the buffer epoch in Redis after the script.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -136,7 +136,10 @@ class Losses:
                 await self._redis.hset(self._keys.run, "changes_missing", num_lost)
 
     async def check_claim(self, text: str) -> bool:
-        """Take a trainer's claim; return whether Redis did not have all of it when this process started.
+        """Compare a trainer's claim with the counter at the start of this process; if Redis had less, note the loss.
+
+        Returns:
+            Whether the claim shows a loss. False for a claim of this very start, or one that cannot be parsed.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -151,7 +154,7 @@ class Losses:
         return num_lost > 0
 
     async def check(self) -> str | None:
-        """Compare with Redis and return `problem`.
+        """Compare epoch and counters with those in Redis; update `num_lost` and `problem`, and return `problem`.
 
         Raises:
             UnavailableError: Redis did not answer.
@@ -204,7 +207,7 @@ class Losses:
         }
 
     def accept(self, number: int, request_id: str) -> None:
-        """Continue from this number, without what is missing."""
+        """Clear the loss after an operator accepted it, and continue to count from `number`."""
         self.acknowledged = self._at_start = number
         self.num_lost, self.problem, self.accepted_by = 0, None, request_id.encode()
 

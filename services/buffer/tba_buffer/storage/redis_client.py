@@ -1,6 +1,6 @@
 """Connect to Redis, and turn its errors into those of this service.
 
-    connect          a client of redis-py: its pool gives every command a connection of its own for as long as it takes
+    connect          a client of redis-py: its pool lends every command a connection of its own until the reply
     MultiplexedPool  a few connections that many requests share: commands are written at once, replies return in the
                      same order
 
@@ -54,7 +54,7 @@ WRITE_REFUSALS = {
     "NOREPLICAS": "Redis has fewer replicas than its min-replicas-to-write asks for (NOREPLICAS)",
     "LOADING": "Redis is still loading its file (LOADING)",
 }
-"""Error code of Redis -> the state that it is in."""
+"""Error code of Redis -> the sentence that says why Redis takes no writes."""
 
 Command = Sequence[bytes | str | int | float]
 OnConnected = Callable[[], Awaitable[None]]
@@ -124,20 +124,20 @@ def connect(access: RedisAccess, on_connect: Callable[[Any], Awaitable[None]]) -
 
 
 def refused_writes(error: RedisError) -> str | None:
-    """Return the state in which Redis takes no writes, if the error is about one."""
+    """Return the sentence of WRITE_REFUSALS for an error; None if Redis did not refuse a write."""
     # inside the error of a script the code is somewhere in the text
     code = re.search(rf"\b({'|'.join(WRITE_REFUSALS)})\b", f"{getattr(error, 'status_code', '')} {error}")
     return WRITE_REFUSALS[code[1]] if code is not None else None
 
 
 def may_be_late(error: RedisError) -> bool:
-    """Return whether Redis, or its name, may only not be there yet; what it refuses, and wrong TLS, stays wrong."""
+    """Return whether waiting may help, because Redis or its DNS name is not there yet; TLS errors stay."""
     is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthorizationError)
     return is_away and not isinstance(error.__cause__ or error.__context__, ssl.SSLError)
 
 
 def why_unreachable(error: RedisError) -> str:
-    """Return the reason in a few words. TLS has many reasons, so its own is named."""
+    """Return in a few words why Redis cannot be reached; for TLS, the reason of the TLS library."""
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {cause.verify_message}; tls.ca_file must hold its authority"
@@ -164,7 +164,7 @@ def redis_errors(what: str) -> Iterator[None]:
 
 
 def read_count(value: bytes | None) -> int | None:
-    """Return a number of Redis; 0 where there is none, None for a damaged one."""
+    """Parse a count stored in Redis; return 0 if it is absent, None if it is damaged."""
     try:
         number = int(value or 0)
     except ValueError:
@@ -183,7 +183,7 @@ class _Call:
         self.result: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: RedisError) -> None:
-        """Answer with an error: there will be no reply, or it is too late."""
+        """Raise `error` in the caller, unless the call has ended already."""
         if not self.result.done():
             self.result.set_exception(error)
 
@@ -238,13 +238,13 @@ class _Socket:
         await asyncio.wait([self.reading], timeout=CLOSE_TIMEOUT_S)
 
     def _expire(self, call: _Call) -> None:
-        """Give up on a reply. Other calls under way may still get theirs; new ones take another connection."""
+        """Fail a call whose reply is late, and take no new calls. Other calls under way may still get their replies."""
         self._takes_calls = False
         call.fail(TimeoutError(f"no reply for {SOCKET_TIMEOUT_S:g} s"))
         self._end_if_nobody_waits()
 
     def _end_if_nobody_waits(self) -> None:
-        """Close a socket that takes no new calls with its last caller: the late replies may never come."""
+        """Close the socket if it takes no new calls and no caller waits: the missing replies may never come."""
         if not self._takes_calls and all(waiting.result.done() for waiting in self._calls):
             self.reading.cancel()
 
@@ -292,8 +292,8 @@ class MultiplexedConnection:
     """Runs commands over one shared connection.
 
     Args:
-        redis: the client whose pool says how to connect.
-        on_connected: awaited after connecting, before anything is written. Callers get what it raises.
+        redis: the client whose pool makes the connections.
+        on_connected: awaited after connecting, before anything is written. Its errors reach the callers.
     """
 
     def __init__(self, redis: BytesRedis, on_connected: OnConnected | None = None) -> None:
@@ -361,15 +361,15 @@ class MultiplexedConnection:
 class MultiplexedPool:
     """A few multiplexed connections. Each call takes the one with the fewest calls under way.
 
-    Under `appendfsync always` Redis answers what it read from all connections after one fsync, and from one connection
-    it reads little more than one push at a time. So simultaneous pushes share an fsync only on different connections
-    (20 ms per fsync, 8 clients, batches of 64: 2,400 rollouts/s over one connection). Besides, a draw need not wait
-    for the bytes of a push.
+    Under `appendfsync always` Redis reads commands from all connections, does one fsync, and then answers them all.
+    From one connection it reads little more than one push at a time. So simultaneous pushes share an fsync only on
+    different connections (20 ms per fsync, 8 clients, batches of 64: 2,400 rollouts/s over one connection). A draw on
+    another connection also does not wait for the bytes of a push.
 
     Args:
-        redis: the client whose pool says how to connect.
-        num_connections: how many.
-        on_connected: as of `MultiplexedConnection`.
+        redis: the client whose pool makes the connections.
+        num_connections: how many connections to share.
+        on_connected: as for `MultiplexedConnection`.
     """
 
     def __init__(self, redis: BytesRedis, num_connections: int, on_connected: OnConnected | None = None) -> None:

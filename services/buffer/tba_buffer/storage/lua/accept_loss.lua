@@ -1,5 +1,5 @@
--- Accept that Redis has lost what was acknowledged: the run continues with the rest. A repeated call changes nothing.
--- args: acknowledged, the highest number that was told; num_lost, changes that are lost; now_s, role, reason, format,
+-- Accept that Redis has lost acknowledged changes: the run continues with the rest. A repeated call changes nothing.
+-- args: acknowledged (the highest number that the buffer was told), num_lost (changes), now_s, role, reason, format,
 --       request_id
 -- Returns 'superseded' or the number from which the counting continues.
 local function count_of(text) -- 0 where there is none, or a damaged one

@@ -1,10 +1,10 @@
 -- Note in the ledger that step (lineage, step) consumed a batch. Steps of a lineage are acked in order, once each.
 -- args: token, lineage, step, batch_id, now_s, member (of open_batches), line (JSON, of the ledger),
---       num_trained (rollouts), trained (record of what became of each rollout, or ''),
+--       num_trained (rollouts), trained (msgpack record of rollouts/trained_steps.py, or ''),
 --       num_kept (how many of these records are kept), ages (policy age -> rollouts),
 --       counts (counter -> how much it grows)
--- Returns {'fenced'}, {'other', batch id}, {'rollback', JSON of the one that waits}, {'void'}, {'order', last step}
--- or {'ok'}.
+-- Returns {'ok'}, {'fenced'}: another trainer is active; {'other', id of the batch that this step consumed},
+-- {'rollback', JSON of the pending rollback}, {'void'}: the batch is past its deadline; or {'order', last acked step}.
 local run, counters = key('run'), key('counters')
 local lineage, step = digits(args.lineage), digits(args.step)
 if redis.call('HGET', run, 'token') ~= args.token or redis.call('HGET', run, 'lineage') ~= lineage then

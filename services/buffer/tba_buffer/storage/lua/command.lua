@@ -1,8 +1,8 @@
--- Change the state of the run, with a line of the audit. A rollback that waits forbids `done`; a stop or a failure
--- withdraws it, and the line says so.
+-- Change the state of the run, and add a line to the audit. A pending rollback forbids `done`. A stop or a failure
+-- withdraws the pending rollback, and the line names it.
 -- args: state (the new one), reason, token, checks_token (whether the token must be the active one), now_s, command,
---       role, allowed_from (states)
--- Returns {'fenced'}, {'refused', state}, {'rollback', JSON of the one that waits} or {'ok', state}.
+--       role, allowed_from (the states from which this change is allowed)
+-- Returns {'ok', state}, {'fenced'}, {'refused', state that forbids it} or {'rollback', JSON of the pending rollback}.
 if args.checks_token and redis.call('HGET', key('run'), 'token') ~= args.token then return {'fenced'} end
 local run = redis.call('HMGET', key('run'), 'state', 'lineage', 'step', 'rollback')
 local state = run[1] or 'running'

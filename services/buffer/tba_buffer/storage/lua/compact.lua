@@ -1,6 +1,7 @@
--- Replace the checkpoint of the log by one that was written in pieces, and cut what it replaces from the log.
--- args: generation, position, num_pieces, num_draw_pieces (of the draws; they come first), num_bytes (in all pieces),
---       publications (JSON), generation_before and num_pieces_before (0: there was none)
+-- Make a checkpoint of the log, whose pieces are written already, the current one. Trim the log up to its position, and
+-- delete the pieces of the checkpoint before.
+-- args: generation, position, num_pieces, num_draw_pieces (the first ones, which hold the draws), num_bytes (of all
+--       pieces), publications (JSON), generation_before and num_pieces_before (0: there was no checkpoint)
 -- Returns 'superseded', 'stale' (nothing is changed: pieces are gone, or another checkpoint came first) or 'ok'.
 if is_superseded() then return 'superseded' end
 local function piece(generation, number) return key('base:' .. digits(generation) .. ':' .. number) end

@@ -1,7 +1,7 @@
--- Count how long a trainer has waited. It sends how long since its start, and the difference to the longest time that it
--- sent before is counted, so a heartbeat that is lost, repeated or late changes nothing.
--- args: component_id, started_s (when the trainer started, Unix seconds), waited (name of the wait -> seconds since
---       then), max_names, other (the name for all further waits), max_trainers (that are remembered)
+-- Add the waits of a trainer to the totals. Each heartbeat has the seconds waited since the trainer started. Only the
+-- growth over the largest value sent before is added, so lost, repeated or late heartbeats falsify nothing.
+-- args: component_id, started_s (when the trainer started, Unix seconds), waited (name of the wait -> seconds since the
+--       start), max_names (of waits), other (the name that counts all further waits), max_trainers (remembered ones)
 -- Returns nothing.
 local waits = key('trainer_waits')
 local field = 'seen:' .. args.component_id

@@ -1,12 +1,12 @@
--- Record a drawn batch, if the run still allows it. One that was drawn before another was recorded is refused.
--- args: token, lineage, step, batch_id, member (of open_batches), deadline_s, min_deadline_s (of an open batch
---       that is worth answering), record, kept_ms (its lifetime), num_rollouts, log_position (that it was drawn at),
---       event (of the log), slots (slot counter -> count),
+-- Record a drawn batch, if the run still allows it. A batch is refused if another was recorded since it was drawn.
+-- args: token, lineage, step, batch_id, member (of open_batches), deadline_s, min_deadline_s (an open batch with an
+--       earlier deadline becomes void), record, kept_ms (its lifetime), num_rollouts, log_position (that it was drawn
+--       at), event (of the log), slots (slot counter -> count),
 --       limits, absent where there is none: max_drawn (rollouts), max_batches (since the publication), publications (as
 --       the caller saw them)
 -- Returns {'ok'}; {'open', member}: another batch is open for this step, nothing was recorded; {'fenced'};
 -- {'state', state that forbids it}; {'acked', last acked step}; {'flow'}: one of the limits is reached; {'stale'}:
--- another batch was drawn after that log position, so turns and uses are others now.
+-- another batch was recorded after that log position, so the turns of prompts and the uses of rollouts have changed.
 local run, counters = key('run'), key('counters')
 local open_batches, drawn_since = key('open_batches'), key('batches_since_mark')
 local lineage = digits(args.lineage)

@@ -1,6 +1,6 @@
--- Open an evaluation, or accept the one that exists. An expired one is opened again and keeps its results.
--- args: eval_id, document (JSON of the evaluation), now_s, token, version, units
--- Returns 'fenced', 'unknown-version', 'exists' or 'ok'.
+-- Open an evaluation, unless it exists. An expired evaluation is opened again and keeps its results.
+-- args: eval_id, document (JSON of the evaluation), now_s, token, version, units ("eval id|kind|number")
+-- Returns 'ok', 'fenced', 'unknown-version' or 'exists' (done, or pending and not expired: nothing is changed).
 if redis.call('HGET', key('run'), 'token') ~= args.token then return 'fenced' end
 if redis.call('HEXISTS', key('announced'), args.version) == 0 then return 'unknown-version' end
 local text = redis.call('HGET', key('evals'), args.eval_id)

@@ -1,9 +1,9 @@
 -- Evict rollouts for one reason: remove their payloads, and add one event to the log.
--- args: number (of this eviction: larger than that of every eviction before it), reason,
---       ids (of rollouts, 16 bytes each), positions (theirs, 8 bytes each, little-endian),
---       accepted_by (request id of the last acceptance of a loss before they were planned, '' if none)
--- Returns 'superseded' (also when a loss was accepted since then: the positions may belong to other rollouts), or the
--- number of rollouts.
+-- args: number (of this eviction; every later eviction has a larger one), reason,
+--       ids (of rollouts, 16 bytes each), positions (log positions of the rollouts, 8 bytes each, little-endian),
+--       accepted_by (request id of the last loss accepted before the eviction was planned, '' if none)
+-- Returns 'superseded' (also when a loss was accepted since the plan: the positions may belong to other rollouts), or
+-- the number of rollouts.
 -- At most a few thousand ids, so that the unpack below stays far from Lua's limit of some 8000 values.
 local payloads, counters, gone = key('payloads'), key('counters'), key('gone')
 if is_superseded() then return 'superseded' end

@@ -1,11 +1,11 @@
--- Lease evaluation units and visits; expired leases are released first. If some of the ids for new leases are open
--- leases, the request is a repeat: it is answered with those, with a new deadline, and nothing else is granted.
+-- Lease evaluation units and visits, after releasing expired leases. If any of `lease_ids` is an open lease already,
+-- the request is a repeat: only those leases are returned, with a new deadline, and no other is granted or released.
 -- args: now_s, deadline_s (of new leases), searcher_id, rollouts_per_visit, lease_ids (for new leases),
 --       max_train (leases), room (most rollouts of train leases; absent: any number), cursor (as the caller saw it),
 --       candidates (visit id, prompt id, cursor after it, ...),
 --       refused_versions (that the searcher cannot use: their evaluation units are left to others)
--- Returns {1 if the cursor has moved meanwhile, then per lease: 'train', lease id, visit id, prompt id, rollouts
---          or: 'eval', lease id, unit, '', 0}.
+-- Returns {1 if the cursor is not the one that the caller saw, else 0; then per lease: 'train', lease id, visit id,
+--          prompt id, rollouts; or: 'eval', lease id, unit, '', 0}.
 local visits, leases, deadlines = key('visits'), key('leases'), key('lease_deadlines')
 local todo, counters = key('eval_todo'), key('counters')
 local max_leases, room = #args.lease_ids, args.room or math.huge

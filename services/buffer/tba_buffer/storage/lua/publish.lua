@@ -1,9 +1,9 @@
--- Publish a version: announce it, and add an event to the log. A version that the active lineage has published before
--- is answered with that position, and nothing changes. A new lineage may publish a version of its history once more.
--- Searchers sample with the newest version of this start of the trainer that is at least so many steps older
--- (`sampling.lag_steps`), or with its first one. They never go back: a buffer that is started again with another lag
--- could name one that the trainer has deleted.
--- args: token, lineage and step of the version, lag (in steps)
+-- Publish a version: announce it, and add an event to the log. If the active lineage has published the version before,
+-- nothing changes, and the position of that event is returned. A new lineage may publish versions of its history again.
+-- Then choose the version that searchers sample with: the newest one published since this start of the trainer that is
+-- at least `lag` steps older, else the oldest one. The choice never goes back to an older step: a buffer restarted with
+-- another lag could choose a version that the trainer has deleted.
+-- args: token, lineage and step of the version, lag (in steps; `sampling.lag_steps`)
 -- Returns {'fenced'} or {'ok', position}.
 local run, counters, announced = key('run'), key('counters'), key('announced')
 if redis.call('HGET', run, 'token') ~= args.token then return {'fenced'} end

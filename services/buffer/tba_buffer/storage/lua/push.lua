@@ -1,7 +1,8 @@
 -- Store one push, all or nothing: deduplicate, log, store, count, fulfil visits.
 -- args: records (all packed records of log.py, one after the other; a record begins with the rollout id),
---       visit_numbers (per item the number, 2 bytes, little-endian, from 0, of its visit), visit_ids, searcher_ids (those
---       that say that they sampled each visit; a visit of two searchers comes twice), refused (code -> count)
+--       visit_numbers (per item the index from 0 into visit_ids, 2 bytes, little-endian), visit_ids, searcher_ids (per
+--       visit the searcher that claims it; a visit of two searchers is listed twice), refused (code -> number of
+--       rollouts that were refused before this call)
 -- payloads: of the rollouts
 -- Returns 'superseded', or {version to sample with or '', state of the run, one character per item: 'n' new,
 --          'd' duplicate, 'c' conflict: the id has other bytes, 'l' the visit was never leased to that searcher}.

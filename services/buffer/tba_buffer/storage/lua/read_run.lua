@@ -1,6 +1,6 @@
--- Void the open batches past their deadline, then read what draws and leases decide by.
+-- Void the open batches past their deadline, then read the state that draws and leases depend on.
 -- A void batch can no longer be acked, and its rollouts no longer count as drawn.
--- args: now_s, member (of open_batches, becomes void whatever its deadline; absent: none)
+-- args: now_s, member (of open_batches, to be voided whatever its deadline; absent: none)
 -- Returns {{state, token, lineage, latest_version, sampling_version, step, rollback},
 -- {log_position, scored_total, inflight, drawn, void, scored_at_mark, marks}, batches since the publication,
 -- revision of the live settings}; absent values are false.

@@ -1,7 +1,8 @@
--- Make a complete checkpoint the one that a resume starts from, and note which ones the trainer keeps: it deletes others
--- after this call.
--- args: token, version, key (in the object store), kept (the versions that are kept, with spaces between; '': as before)
--- Returns {'fenced'}, {'rollback', JSON of the one that waits} or {'ok'}.
+-- Register a complete checkpoint as the one that a resume starts from, and store which checkpoints the trainer keeps.
+-- The trainer deletes the others after this call.
+-- args: token, version, key (in the object store), kept (versions of the kept checkpoints, separated by spaces; '': the
+--       stored list stays)
+-- Returns {'ok'}, {'fenced'} or {'rollback', JSON of the pending rollback}.
 local run = key('run')
 if redis.call('HGET', run, 'token') ~= args.token then return {'fenced'} end
 local rollback = redis.call('HGET', run, 'rollback')

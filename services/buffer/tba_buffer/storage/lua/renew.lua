@@ -1,6 +1,6 @@
--- Give leases that a searcher still works on a new deadline.
+-- Set a new deadline for leases that a searcher still works on.
 -- args: searcher_id, deadline_s (the new one), lease_ids
--- Returns the ids of those that are not (or no longer) its own.
+-- Returns the ids of the leases that the searcher does not hold, or no longer holds.
 local lost = {}
 for _, lease_id in ipairs(args.lease_ids) do
   local lease = read_lease(lease_id)

@@ -1,6 +1,6 @@
--- Release leases that a searcher gives back, if they are its own. Unknown ones are ignored, since they have ended, and
--- damaged ones too, since they expire.
--- args: searcher_id, returned (lease ids), refused (lease ids)
+-- Release leases that a searcher gives back, if it holds them. Unknown leases are ignored, since they have ended.
+-- Damaged leases are ignored too, since they expire.
+-- args: searcher_id, returned (ids of leases to grant again), refused (ids of leases of visits that nobody can sample)
 -- Returns nothing.
 for _, why in ipairs({'returned', 'refused'}) do
   for _, lease_id in ipairs(args[why]) do

@@ -1,9 +1,9 @@
--- Ask the trainer to return to a checkpoint, with a line of the audit. A repeated call changes nothing, and neither does
--- another one for the same checkpoint while it waits.
+-- Store an operator's request that the trainer returns to a checkpoint, and add a line to the audit. A repeated request
+-- changes nothing. While a rollback is pending, another request for its checkpoint is answered 'ok' and adds no line.
 -- args: request_id, version (of the checkpoint; absent: there is none), request (JSON), now_s, reason,
 --       lineage and checkpoints_kept of the run when the checkpoints were listed ('' where there was none)
--- Returns {'ok'}, {'state', state that forbids it}, {'changed'}: list the checkpoints again, {'waiting', version of the
--- one that waits} or {'none'}.
+-- Returns {'ok'}, {'state', state that forbids it}, {'changed'}: list the checkpoints again, {'waiting', version of
+-- another pending rollback} or {'none'}: there is no checkpoint.
 local MOST_BYTES = 8192 -- of request ids, newest first: at least 31 of them
 local run = redis.call('HMGET', key('run'), 'rollback_by', 'rollback', 'state', 'lineage', 'step', 'checkpoints_kept')
 local answered = run[1] or ''

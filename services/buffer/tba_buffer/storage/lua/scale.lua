@@ -1,5 +1,5 @@
--- Change the desired number of searchers: the next revision, and a line of the audit. A request id that made a change
--- before changes nothing.
+-- Set the desired number of searchers, increase the revision, and add a line to the audit. A repeated request id
+-- changes nothing and gets the revision of its change.
 -- args: request_id, now_s, num_searchers (absent: as the recipe or the chart says), reason
 -- Returns 'superseded' or {'ok', revision}.
 if is_superseded() then return 'superseded' end

@@ -1,9 +1,10 @@
--- Store new rewards of stored rollouts: log, replace, count, and note how far the re-scoring job is, all or nothing.
--- Rewards that are stored already are left alone, so a repeated call changes nothing.
--- args: ids (of the rollouts, one after the other), changes (theirs, packed as in log.py), kinds (theirs:
---       0; 1, this is its first known reward; 2, the bytes stay because they are damaged, and only the change is
---       stored), job (JSON; absent: none)
--- payloads: theirs
+-- Store new rewards of stored rollouts, all or nothing: log the changes, replace the payloads, count, and store the
+-- re-scoring job. A payload that is stored already is skipped, so a repeated call changes nothing (but kind 2 is logged
+-- and counted again).
+-- args: ids (of the rollouts, one after the other), changes (one per rollout, packed as in log.py), kinds (one per
+--       rollout: 1, its first known reward; 2, its payload is damaged and stays, only the change is logged; else 0),
+--       job (JSON; absent: none)
+-- payloads: of the rollouts
 -- Returns 'superseded', or one character per item: 's' it is stored now, 'g' the rollout is gone.
 local ID_BYTES, CHANGE_BYTES = 16, 21 -- the last byte of a change is the status
 local OUTCOMES = {[0] = 'scored', [1] = 'pending', [2] = 'failed'}

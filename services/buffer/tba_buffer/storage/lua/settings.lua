@@ -1,8 +1,9 @@
--- Change live settings: the next revision, and a line of the audit. A request id that made a change before changes
--- nothing.
--- args: request_id, token (absent: an operator's), revision (that the new values were checked with; -1: none),
+-- Change live settings, increase the revision, and add a line to the audit. A repeated request id changes nothing and
+-- gets the revision of its change.
+-- args: request_id, token (absent: an operator asks), revision (that the new values were checked with; -1: none),
 --       now_s, role, reason, values (setting, JSON of its new value, ...; 'null': as the recipe says)
--- Returns 'superseded', {'fenced'}, {'done'}, {'moved'}: the revision is another, check again; or {'ok', revision}.
+-- Returns 'superseded', {'fenced'}, {'done'}: the run has ended; {'moved'}: the revision is another one, check the
+-- values again; or {'ok', revision}.
 local settings = key('settings')
 if is_superseded() then return 'superseded' end
 if args.token and redis.call('HGET', key('run'), 'token') ~= args.token then return {'fenced'} end

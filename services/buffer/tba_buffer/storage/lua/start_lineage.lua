@@ -1,14 +1,15 @@
 -- Start a trainer: a new lineage and token, and a line of the ledger that says where it continues. Open batches of
--- older lineages become void. A request id that took a lineage before is answered with that lineage and its token, and
--- changes nothing, however late it comes. A registered checkpoint after the parent is replaced by the parent's, or by
--- none. A rollback that waits is done by the start that obeys it, and by one that goes back as far by itself: so the
--- checkpoint of one that waits is always in the history of the active lineage.
+-- older lineages become void. A repeated request id changes nothing, however late it comes, and gets the lineage and
+-- token that it took. If the registered checkpoint has a later step than the parent, the parent's checkpoint replaces
+-- it, or it is removed. A pending rollback ends with the start that obeys it, or with any start whose parent is at most
+-- its step. So the checkpoint of a pending rollback is always in the history of the active lineage.
 -- args: token, request_id, now_s, parent_lineage, parent_step, document (JSON of the lineage),
 --       line (JSON, of the ledger; "LINEAGE" in place of the new number), history (of the parent: "lineage-step ..."),
 --       checkpoint_key (of the parent; absent: none), is_rollback, obeys (id of the request for a rollback; absent:
---       none), in_process: the trainer's process has trained the lineage before, so a stop or a failure that came
---       meanwhile stays, fails (why the run fails in this call; absent: it does not)
--- Returns 'superseded', {'withdrawn'}, {'unknown-lineage'}, {'unknown-step'} or {'ok', lineage, token}.
+--       none), in_process (the same process trained the lineage before, so a stop or a failure that came meanwhile
+--       stays), fails (why the run fails in this call; absent: it does not)
+-- Returns 'superseded', {'withdrawn'}: the rollback to obey is no longer pending; {'unknown-lineage'}, {'unknown-step'}
+-- or {'ok', lineage, token}.
 -- A valid parent is the starting model, the start of its lineage, the result of an acked step, or an announced,
 -- checkpointed or adopted version.
 local run, counters = key('run'), key('counters')

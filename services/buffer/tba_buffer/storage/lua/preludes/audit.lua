@@ -1,5 +1,4 @@
--- Prelude of the scripts that write lines of the audit.
--- A damaged state, lineage or step must not damage a line.
+-- Prelude of the scripts that add lines to the audit. A damaged state, lineage or step must not damage a line.
 local STATES = {running = true, paused = true, stopping = true, done = true, failed = true}
 
 local function known_state(text)

@@ -1,5 +1,5 @@
--- Prelude of the scripts that read or end visits, leases, units and batches. A damaged one fails alone: it counts as
--- absent, since an error in the middle of a script would leave its work half done.
+-- Prelude of the scripts that read or end visits, leases and evaluation units. A damaged value counts as absent, since
+-- an error in the middle of a script would leave its work half done.
 local function read(text, is_good)
   local is_json, value = pcall(cjson.decode, text)
   if is_json and type(value) == 'table' and is_good(value) then return value end

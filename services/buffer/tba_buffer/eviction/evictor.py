@@ -1,7 +1,7 @@
 """Keep the stored rollouts within the limits of the recipe. Every eviction is in the log, and counted.
 
-EvictionPlanner  says what must go and why (policies.py). No I/O
-Evictor          plans with an index that is level with the log, and deletes in Redis
+EvictionPlanner  chooses the rollouts to evict, and the reasons (policies.py). No I/O
+Evictor          catches the index up, lets the planner choose, and deletes in Redis
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from tba_buffer.storage.redis_client import redis_errors
 
 ROLLOUTS_PER_CALL = 500
 Amount = NDArray[np.int64]
-"""Rollouts and bytes. [2]"""
+"""Number of rollouts, and of their payload bytes. [2]"""
 
 
 class Evictor:
-    """Plans with an index that is level with the log, and deletes in Redis.
-
-    One enforcement serves all pushes that wait for one.
+    """Evicts rollouts until the buffer is within its limits. One enforcement serves all pushes that wait for one.
     """
 
     def __init__(self, context: Context, view: IndexView, lineages: Lineages, run_state: RunStateReader) -> None:
@@ -60,7 +58,7 @@ class Evictor:
         return self._near_duplicates is not None or (self._planner.needs_new_rows and num_new > 0)
 
     def record_step(self, now: PolicyVersion) -> bool:
-        """Return whether `enforce` must run because the trainer stands at `now`: rollouts may be too old for it."""
+        """Return whether `enforce` must run, because rollouts may be too old now that the trainer has acked `now`."""
         return self._planner.ages is not None and self._planner.ages.is_due(now)
 
     async def enforce(self) -> None:

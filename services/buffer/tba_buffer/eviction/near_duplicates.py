@@ -39,7 +39,7 @@ class Candidate:
 
 
 class NearDuplicateSearch:
-    """Finds near duplicates. It remembers the tokens of the stored rollouts and which of them it has compared.
+    """Finds near duplicates. It remembers the tokens of stored rollouts, and which rollouts it has compared.
 
     Args:
         share: the distance below which two responses are near, as a share of the sum of their lengths.
@@ -51,10 +51,10 @@ class NearDuplicateSearch:
         self._index: Index | None = None
         self._codes: dict[int, str] = {}
         self.compared: set[int] = set()
-        """Positions that are not near to each other. Cleared where those that were found may not have been evicted."""
+        """Log positions of rollouts that are not near to each other. Cleared if an eviction of found ones failed."""
 
     async def find(self, index: Index) -> NDArray[np.int64]:
-        """Return the log positions of the rollouts that must go, ascending.
+        """Return the log positions of the near duplicates to evict, ascending.
 
         The caller holds `Context.mutation_lock`, so nobody else changes or removes stored rollouts meanwhile.
         """
@@ -104,12 +104,12 @@ def to_codes(tokens: NDArray[np.int32]) -> str:
 
 
 def find_losers(live: Iterable[Candidate], compared: set[int], share: float) -> set[int]:
-    """Return the positions of the rollouts that must go so that no two of a prompt are near.
+    """Return the positions of the rollouts to evict, so that no two rollouts of a prompt are near.
 
     Args:
         live: by ascending position.
         compared: positions of rollouts that are known not to be near to each other.
-        share: as of `NearDuplicateSearch`.
+        share: as for `NearDuplicateSearch`.
     """
     by_prompt: dict[int, list[Candidate]] = {}
     for rollout in live:

@@ -1,4 +1,4 @@
-"""Which rollouts go, and for which reason. No I/O.
+"""Choose the rollouts to evict, each for one reason. No I/O.
 
 | reason             | drops                                                                                      |
 |--------------------|--------------------------------------------------------------------------------------------|
@@ -9,8 +9,8 @@
 | `max_rollouts`     | beyond the cap in items: the oldest                                                        |
 | `max_bytes`        | beyond the cap in bytes: the oldest                                                        |
 
-They are asked in this order, and a rollout goes for the first reason that applies to it. The caps are last: they count
-what the others have left.
+The reasons are checked in this order, and a rollout is evicted for the first one that applies to it. The caps are last:
+they count only the rollouts that the other reasons have left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
 class EvictionPlanner:
-    """Plans evictions. It remembers what it has seen, so a plan costs what is new and what goes.
+    """Plans evictions. It remembers the rollouts it has seen, so a plan costs time only for new and evicted ones.
 
     Args:
         settings: the limits.
@@ -48,7 +48,7 @@ class EvictionPlanner:
 
     @property
     def needs_new_rows(self) -> bool:
-        """Whether a push that fits under both global caps may still make something go."""
+        """Whether a push that fits under both global caps may still cause an eviction."""
         settings = self._settings
         limits = (settings.max_rollouts_per_prompt, settings.max_policy_age_steps)
         return settings.deduplicate or any(limit is not None for limit in limits)
@@ -56,12 +56,12 @@ class EvictionPlanner:
     def plan(
         self, index: Index, tree: LineageTree, now: PolicyVersion | None, near_duplicates: Rows = NO_ROWS
     ) -> list[tuple[str, Rows]]:
-        """Return (reason, rows) of everything that must go, by reason in the order above; empty when nothing must.
+        """Return (reason, rows to evict) in the order of the module's table; [] if nothing must be evicted.
 
         Args:
-            index: level with the log.
+            index: caught up with the log.
             tree: every lineage that made rollouts.
-            now: where the trainer stands; None when that is not known, and no age is looked at.
+            now: active lineage and last acked step; None if unknown: then `policy_age` is not checked.
             near_duplicates: rows that are near duplicates of better ones.
         """
         if index is not self._index:  # a rebuilt index gives positions to other rollouts: nothing seen holds any more
@@ -92,7 +92,7 @@ class _Plan:
     """The rows that are chosen so far.
 
     Args:
-        index: level with the log.
+        index: caught up with the log.
     """
 
     def __init__(self, index: Index) -> None:
@@ -105,7 +105,7 @@ class _Plan:
         """Live rollouts and their payload bytes without the dropped ones."""
 
     def drop(self, reason: str, rows: Rows) -> None:
-        """Add the rows that are not chosen yet."""
+        """Choose those of `rows` that are not chosen yet, for `reason`."""
         rows = _without(rows, self.dropped)
         if len(rows):
             self.chosen.append((reason, rows))
@@ -119,7 +119,7 @@ class _Plan:
 
 
 def _slack(num_rows: int, cap: int) -> int:
-    """Return how far below a `cap` (in any unit) over `num_rows` rows an enforcement goes.
+    """Return how far below `cap` (in its unit) an enforcement evicts, when `num_rows` rows are stored.
 
     One enforcement then serves many pushes, which otherwise would each wait for one.
     """
@@ -127,7 +127,7 @@ def _slack(num_rows: int, cap: int) -> int:
 
 
 def _over_prompt_cap(plan: _Plan, new: Rows, cap: int) -> Rows:
-    """Return the oldest rows above the cap, of the prompts that have new rows."""
+    """Return the oldest rows of each prompt with more than `cap` rows; only prompts with new rows are checked."""
     index, over = plan.index, []
     for prompt in np.unique(index.column("prompt", new)):
         if index.live_counts[prompt] > cap:
@@ -165,14 +165,14 @@ class _PolicyAge:
         self._max_age_steps = max_age_steps
         self._lineage = -1
         self._due_step = 0
-        """While the trainer is of this lineage and before this step, nothing that was seen is too old."""
+        """Until the trainer has another lineage or reaches this step, no rollout seen so far is too old."""
 
     def is_due(self, now: PolicyVersion) -> bool:
-        """Return whether something that was seen may be too old for a trainer at `now`."""
+        """Return whether rollouts seen before may be too old for a trainer at `now`."""
         return now.lineage != self._lineage or now.step >= self._due_step
 
     def too_old(self, index: Index, new: Rows, tree: LineageTree, now: PolicyVersion) -> Rows:
-        """Return the live rows above the limit."""
+        """Return the live rows with a policy age above the limit."""
         limit = self._max_age_steps
         # of another lineage, or at the step when seen rollouts become too old: look at everything again
         if full := self.is_due(now):

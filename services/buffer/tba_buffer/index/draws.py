@@ -1,16 +1,16 @@
-"""What batches have taken: the turns of prompts and the uses of rollouts, as a function of the log.
+"""The turns of prompts and the uses of rollouts in drawn batches, as a function of the log.
 
-turns   Prompts are chosen in order: those with the fewest turns come first, so that all have had one before any has
-        two. Recent and replay slots count apart. `floors` is the fewest turns of a pool at its last draw, or fewer if
-        turns were given back since: a prompt that is new, or was away, counts as if it had had so many, and joins the
-        round that is running. A prompt is `due` when it has no more turns than the floor.
+turns   Prompts are drawn in rounds: those with the fewest turns come first, so that all have had one before any has
+        two. Recent and replay slots count turns separately. `floors` holds per pool the fewest turns of a prompt at the
+        last draw, or fewer if turns were given back since. A prompt that is new, or was absent, counts as if it had
+        that many turns, and joins the current round. A prompt is `due` when it has no more turns than the floor.
 uses    How many batches a rollout was in is a column of the index; `sampling.max_uses` bounds it.
-void    A batch that became void, and one that a resume has abandoned, gives back its turns and its uses. For that the
-        newest MAX_DRAWS batches are remembered. Each of its prompts has one turn fewer per slot, whatever was drawn
-        since, and the floor falls with them: a round that had ended is open again until they had their turns.
+void    A batch that became void, or that a resume has abandoned, gives back its turns and its uses. For this the
+        newest MAX_DRAWS batches are remembered. Each prompt of the batch loses one turn per slot, whatever was drawn
+        since. The floor falls with them: a finished round is open again until these prompts have had their turns.
 
-The drawer decides (sampling/mop.py), and the event names the turn of each slot and the floor that it was drawn at: so
-the same events give the same turns whatever else happens between them.
+sampling/mop.py chooses the prompts. A draw event names the turn of each slot and the floor at the draw, so the same
+events give the same turns whatever else happens between them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DrawHistory:
     """The turns of prompts 0, 1, ... and the newest draws.
 
     Args:
-        change_uses: adds a number to the uses of the rollouts at some positions [N].
-        on_turns: called after turns changed: with RECENT or REPLAY and the prompts [k], or None if the floor moved.
+        change_uses: adds a number to the uses of the rollouts at log positions [N].
+        on_turns: called after turns changed: with the pool, and the prompts [k] or, if the floor moved, None.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class DrawHistory:
         self._change_uses = change_uses
         self._on_turns = on_turns
         self.turns = np.zeros((2, 0), dtype=np.int64)
-        """[2, P]"""
+        """[2, P] turns, per pool (REPLAY, RECENT) and prompt number."""
         self.floors = np.zeros(2, dtype=np.int64)
         self._draws: dict[str, Drawn] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         return self.turns.nbytes + sum(each.slots.nbytes + each.positions.nbytes for each in self._draws.values())
 
     def grow(self, num_prompts: int) -> None:
@@ -76,7 +76,7 @@ class DrawHistory:
         return self.turns[pool][prompts] <= self.floors[pool]
 
     def apply(self, event: DrawEvent) -> None:
-        """Follow one event."""
+        """Update turns, floors and uses by one event of the log."""
         match event:
             case Drawn():
                 for pool, slots in _by_pool(event):
@@ -115,7 +115,7 @@ class DrawHistory:
         self._change_uses(drawn.positions, -1)
 
     def pack(self, positions: NDArray[np.integer], uses: NDArray[np.integer]) -> bytes:
-        """Pack everything, with the uses [N] of the rollouts at `positions` [N]; empty if nothing was ever drawn."""
+        """Pack turns, floors and draws, with the uses [N] of rollouts at log positions [N]; b"" without draws."""
         if not (self._draws or self.turns.any() or self.floors.any() or uses.any()):
             return b""
         prompts = np.flatnonzero(self.turns.any(axis=0))
@@ -129,10 +129,10 @@ class DrawHistory:
         return msgspec.msgpack.encode(_State(floors, turns.tobytes(), packed.tobytes(), draws))
 
     def restore(self, data: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint16]]:
-        """Take the turns and draws that `pack` wrote; return positions [N] and uses [N].
+        """Load turns, floors and draws from the bytes of `pack`; return the log positions [N] and uses [N] in them.
 
         Raises:
-            ValueError: it is nothing that `pack` writes.
+            ValueError: `pack` did not write these bytes.
         """
         state = _DECODER.decode(data)
         turns, uses = np.frombuffer(state.turns, dtype=_TURNS_DTYPE), np.frombuffer(state.uses, dtype=_USES_DTYPE)
@@ -148,7 +148,7 @@ class DrawHistory:
 
 
 def _by_pool(drawn: Drawn) -> list[tuple[int, NDArray[np.void]]]:
-    """Return the slots of each pool that took turns."""
+    """Return (pool, its slots that took a turn) for each pool that has such slots."""
     slots, found = drawn.slots[drawn.slots["turn"] > 0], []
     for pool in (REPLAY, RECENT):
         if len(part := slots[slots["is_recent"] == pool]):

@@ -54,7 +54,7 @@ CHANGE_DTYPE = np.dtype([("position", "<u8"), ("reward", "<f8"), ("num_bytes", "
 """A rescored rollout: its position, new reward (NaN: unknown), new payload size, new status."""
 
 SLOT_DTYPE = np.dtype([("prompt", "<u4"), ("is_recent", "u1"), ("turn", "<u4"), ("floor", "<u4")])
-"""A slot of a drawn batch: its prompt, and whose turn it was (index/draws.py). Turn 0: no turn was taken."""
+"""A slot of a drawn batch: its prompt, its pool, its turn and the floor (index/draws.py). Turn 0: it took none."""
 
 STATUS_CODES = {"scored": 0, "pending": 1, "failed": 2}
 SCORED, PENDING, FAILED = 0, 1, 2
@@ -158,8 +158,8 @@ def first_position(event: Event) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogCheckpoint:
-    """Everything the index knew at `position`: records [N] (CHECKPOINT_DTYPE) by position, newest publications, and
-    what was drawn (`DrawHistory.pack`; empty: nothing)."""
+    """The content of the index at log position `position`: records [N] (CHECKPOINT_DTYPE) in order of position, the
+    newest publications, and the draws (`DrawHistory.pack`; b"": none)."""
 
     position: int
     publications: tuple[Publication, ...]
@@ -221,7 +221,7 @@ def parse_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> Event:
 
 
 def parse_entries(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Event]:
-    """Parse stream entries; pushes that follow each other become one event.
+    """Parse stream entries; consecutive pushes become one event.
 
     Raises:
         LogGapError: no script of the buffer wrote one of these entries.

@@ -1,13 +1,13 @@
 """Keep the index equal to the log in Redis, and the log short.
 
-replay      IndexView reads the events since its index ends. It rebuilds the index from checkpoint and events when
-            the log is not what was read before.
-compaction  Compactor writes what is live as a checkpoint, so that the log need not be kept from its start:
-            1. pieces of PIECE_BYTES of what was drawn and of PIECE_RECORDS records, under names that nobody has used
-               before, which expire by themselves
-            2. compact.lua, one atomic step: the pieces stay, `base` names them, the log is cut, and the pieces of
-               the checkpoint before go
-            A crash between the two leaves pieces that nothing names. They expire.
+replay      IndexView reads the events after the position of its index. If the log differs from what was read before,
+            it rebuilds the index from checkpoint and events.
+compaction  Compactor writes all live rollouts as a checkpoint, so that older log entries can be deleted:
+            1. write pieces (first the draws, PIECE_BYTES each; then records, PIECE_RECORDS each) under new keys,
+               which expire by themselves
+            2. compact.lua, one atomic step: make the pieces permanent, name them in `base`, trim the log, and delete
+               the pieces of the checkpoint before
+            A crash between the two leaves pieces that `base` does not name. They expire.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ log = get_logger("index")
 
 
 class IncompleteLogError(UnavailableError):
-    """Redis does not have a whole log. Trying again does not help."""
+    """A part of the log is missing in Redis. Trying again does not help."""
 
 
 @dataclass(slots=True)
 class _Replayed:
     """An index and the last log entry in it. The log still has that entry, unless Redis lost data.
 
-    `last` is None when the index is fresh or empty, or when it ends before the first entry of the log, as one that was
-    restored from a checkpoint can. The two fields change together, also when a later entry cannot be read.
+    `last` is None when the index is fresh or empty, or when it ends before the first entry of the log (possible after a
+    restore from a checkpoint). The two fields change together, also when a later entry cannot be read.
     """
 
     index: Index
@@ -63,7 +63,7 @@ class _Replayed:
 
 
 class IndexView:
-    """The index of this run; `catch_up` reads what the log has gained since."""
+    """The index of this run; `catch_up` applies the log entries that are new in Redis."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -72,9 +72,9 @@ class IndexView:
         self._reading = SingleFlight(self._read, self._lock)
         self._replayed = _Replayed(Index(self._settings))
         self.on_rebuilt: Callable[[], Awaitable[None]] | None = None
-        """Run before a rebuilt index is used: Redis has lost more than the log then."""
+        """Awaited before a rebuilt index is used, because Redis may have lost more than log entries."""
         self.problem: str | None = None
-        """Why there is no index of what Redis has now."""
+        """Why the log in Redis gives no index, or None."""
 
     @property
     def index(self) -> Index:
@@ -82,12 +82,12 @@ class IndexView:
         return self._replayed.index
 
     async def catch_up(self) -> Index:
-        """Return the index with every push in it that was acknowledged before the call.
+        """Read the new log entries and return the index. It has every push that was acknowledged before the call.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
             UnavailableError: Redis did not answer.
-            IncompleteLogError: Redis does not have a whole log.
+            IncompleteLogError: a part of the log is missing.
         """
         # no read can tell it: the log of the newer process continues this one
         if self._context.epoch.refused is not None:
@@ -100,12 +100,12 @@ class IndexView:
         return index
 
     async def verify(self) -> str | None:
-        """Read everything again after a restart of Redis and compare it with what was read before.
+        """Build a second index from Redis, after Redis restarted, and compare it with the one in memory.
 
         The file of Redis may be damaged far from its end. The caller lets nothing be acknowledged meanwhile.
 
         Returns:
-            The problem; None when all is as it was.
+            A sentence about the difference or the missing part of the log; None when both are equal.
         """
         async with self._lock:
             # nothing was read before the restart, so there is nothing to compare
@@ -137,11 +137,11 @@ class IndexView:
             return self.problem
 
     async def reread(self) -> None:
-        """Take what Redis has now, whatever was read before.
+        """Rebuild the index from Redis, whatever was read before.
 
         Raises:
             UnavailableError: Redis did not answer.
-            IncompleteLogError: Redis does not have a whole log.
+            IncompleteLogError: a part of the log is missing.
         """
         async with self._lock:
             await self._rebuild(is_first=False)
@@ -203,11 +203,11 @@ class IndexView:
         raise self._refusal(f"the log of run {self._context.run!r} in Redis is not whole ({problem})")
 
     async def _read_newer(self, replayed: _Replayed) -> None:
-        """Apply the entries behind the index, page by page.
+        """Apply the log entries after the index's position, page by page.
 
         Raises:
             LogGapError: the log does not continue where the index ends.
-            UnavailableError: Redis did not answer; the pages before are applied, and the next call continues there.
+            UnavailableError: Redis did not answer; earlier pages are applied, and the next call continues there.
         """
         index = replayed.index
         while True:
@@ -239,12 +239,12 @@ class IndexView:
 
 
 class Compactor:
-    """Replace the log by a checkpoint when it has become long.
+    """Replaces old log entries by a checkpoint when the log has become long.
 
     Args:
         context: Redis and settings.
-        min_events: a log of at most this many positions and a quarter as many entries is never replaced. A longer one
-            is replaced when it has more positions than half, or more entries than an eighth, of what is live.
+        min_events: a checkpoint is due when the log has more positions than both this and half the live rollouts, or
+            more entries than both a quarter of this and an eighth of the live rollouts.
         piece_records: records per piece.
     """
 
@@ -259,7 +259,7 @@ class Compactor:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer, or did not take it all.
+            UnavailableError: Redis did not answer, or did not store everything.
         """
         now, head = asyncio.get_running_loop().time(), await read_head(self._context)
         with redis_errors("measure the log"):
@@ -319,13 +319,13 @@ class Compactor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHead:
-    """Which checkpoint of the log Redis has. Generation 0: none."""
+    """Describes the current checkpoint of the log in Redis, without its pieces. Generation 0: there is none."""
 
     generation: int
     position: int
     num_pieces: int
     num_draw_pieces: int
-    """The first of them; the others hold records."""
+    """How many of the first pieces hold draws; the others hold records."""
     publications: tuple[Publication, ...]
 
 
@@ -353,7 +353,7 @@ async def read_head(context: Context) -> CheckpointHead:
 
 
 async def read_checkpoint(context: Context, head: CheckpointHead) -> LogCheckpoint | None:
-    """Return the checkpoint that `head` names; None when its pieces are gone, because another one has replaced it.
+    """Read the checkpoint that `head` describes; None when its pieces are gone, because another has replaced it.
 
     Raises:
         UnavailableError: Redis did not answer, or a piece is damaged.

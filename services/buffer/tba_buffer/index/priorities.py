@@ -31,8 +31,8 @@ class SumTree:
     even where one has more empty leaves in between.
 
     Args:
-        num_leaves: leaves to make room for.
-        dtype: of the sums; the total must fit.
+        num_leaves: number of leaves, rounded up to a power of two.
+        dtype: integer type of the sums; the total must fit.
     """
 
     def __init__(self, num_leaves: int, dtype: DTypeLike = np.int64) -> None:
@@ -48,7 +48,7 @@ class SumTree:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the nodes."""
+        """Memory of the nodes in bytes."""
         return self._nodes.nbytes
 
     def leaves(self, num: int) -> NDArray:
@@ -70,7 +70,7 @@ class SumTree:
             )
 
     def set(self, leaves: NDArray[np.int64], weights: NDArray) -> None:
-        """Change `leaves` [k], ascending and distinct. O(k log n)."""
+        """Set `leaves` [k], ascending and distinct, to `weights` [k]. O(k log n)."""
         self._ends = None
         nodes = leaves + self.capacity
         self._nodes[nodes] = weights
@@ -88,7 +88,10 @@ class SumTree:
             self._nodes[node] = self._nodes[2 * node] + self._nodes[2 * node + 1]
 
     def find(self, targets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the leaf of each target [k], 0 <= target < total, and how far into its weight the target lies."""
+        """Return the leaf at which the running sum passes each target [k], and the target's offset in its weight [k].
+
+        0 <= target < total.
+        """
         ends = self._running()
         nodes = np.searchsorted(ends, targets, side="right")
         rest = targets - ends[nodes]
@@ -115,7 +118,7 @@ class SumTree:
         return total + int(self._running()[node - self._top]) - int(self._nodes[node])
 
     def _running(self) -> NDArray[np.int64]:
-        """Return the sum of the nodes of the top level up to and including each one. [top]"""
+        """Return the running sum over the nodes of the top level. [top]"""
         if self._ends is None:
             self._ends = np.cumsum(self._nodes[self._top : 2 * self._top], dtype=np.int64)
         return self._ends
@@ -125,17 +128,17 @@ LOWEST = -1e300
 _SCALE = float(2**38)
 _STEP = 4.0
 MAX_EXCESS = 2.0**-38 * math.exp(_STEP)
-"""The bound of `log_mass_bound` exceeds the sum by less than this share per member."""
+"""exp(`log_mass_bound`) exceeds the exact sum by less than this share per member."""
 Leaves = NDArray[np.int64]
 Keeps = Callable[[Leaves], NDArray[np.bool_]]
 
 
 class Priorities:
-    """Members among leaves 0, 1, ... with a value each.
+    """A set of leaves 0, 1, ... (the members), each with a value, to draw from (see the module).
 
     Args:
-        values: [n] value of each leaf; ignored where it is no member.
-        members: [n] bool.
+        values: [n] value of each leaf; ignored for leaves that are no members.
+        members: [n] whether each leaf is a member.
         inverse_temperature: of the softmax; 0 is uniform (then values are not kept).
     """
 
@@ -154,22 +157,22 @@ class Priorities:
 
     @property
     def num(self) -> int:
-        """Members."""
+        """Number of members."""
         return self._ones.total
 
     @property
     def capacity(self) -> int:
-        """Leaves that `set` may name."""
+        """Number of leaves; `set` takes leaves below it."""
         return self._ones.capacity
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         return self._ones.num_bytes + (self._weights.num_bytes + self._values.nbytes if self._weights else 0)
 
     @property
     def log_mass_bound(self) -> float:
-        """log of the sum of exp(inverse_temperature * value), with each term rounded up as in the module docstring."""
+        """Upper bound of `log_mass` in O(1): each term of the sum is rounded up as in the module docstring."""
         if self._weights is None:
             return math.log(self.num) if self.num else -math.inf
         if not self.num:
@@ -178,7 +181,7 @@ class Priorities:
         return top + math.log(self._weights.total / _SCALE)
 
     def set(self, leaves: Leaves, values: NDArray[np.float64], members: NDArray[np.bool_]) -> None:
-        """Change `leaves` [k] (ascending, distinct, < capacity); leaves never set are no members. O(k log n)."""
+        """Set value and membership of `leaves` [k] (ascending, distinct, < capacity). O(k log n)."""
         if not len(leaves):
             return
         self._num_leaves = max(self._num_leaves, int(leaves[-1]) + 1)
@@ -203,7 +206,7 @@ class Priorities:
             self._weights.set(leaves, np.where(members, np.ceil(self._weight(values)), 0))
 
     def by_rank(self, ranks: NDArray[np.int64]) -> Leaves:
-        """Return the members of these ranks [k], 0 <= rank < num."""
+        """Return the leaves [k] of the members with these ranks [k], by leaf number; 0 <= rank < num."""
         return self._ones.find(ranks)[0]
 
     def num_before(self, leaf: int) -> int:
@@ -211,13 +214,13 @@ class Priorities:
         return self._ones.before(leaf)
 
     def draw(self, num: int, uniform_share: float, rng: np.random.Generator, keeps: Keeps | None = None) -> Leaves:
-        """Return `num` independent draws. There must be a member.
+        """Return the leaves of `num` independent draws, with replacement. There must be a member.
 
         Args:
-            num: draws.
-            uniform_share: u.
-            rng: of the batch.
-            keeps: thins the softmax part further: returns which drawn leaves [k] are kept [k]; others are drawn again.
+            num: number of draws.
+            uniform_share: u of the module docstring.
+            rng: random generator of the batch.
+            keeps: thins the softmax part: returns which drawn leaves [k] are kept [k]; others are drawn again.
         """
         if self._weights is None or uniform_share >= 1:
             return self.by_rank(rng.integers(0, self.num, num))
@@ -248,11 +251,11 @@ class Priorities:
     def gumbel_terms(
         self, uniform_share: float, revalue: Callable[[Leaves, NDArray[np.float64]], NDArray[np.float64]] | None = None
     ) -> tuple[Leaves, NDArray[np.float64], float]:
-        """Return all members by rank, a term of each for `gumbel_top_k`, and the scale of the noise. O(n).
+        """Return the members [n], ascending; a term [n] of each for `gumbel_top_k`; and the noise's scale. O(leaves).
 
         Args:
-            uniform_share: u.
-            revalue: returns other values for members [n] with these values [n].
+            uniform_share: u of the module docstring.
+            revalue: replaces the values: takes members [n] and their values [n], returns values [n].
         """
         members = np.flatnonzero(self._ones.leaves(self._num_leaves))
         values = np.zeros(len(members)) if self._weights is None else self._values[members]
@@ -272,7 +275,7 @@ class Priorities:
         self._weights.build(np.where(members, np.ceil(self._weight(self._values[: self._num_leaves])), 0))
 
     def _weight(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return w * 2^38, at least a tiny number, so that every member has a leaf weight."""
+        """Return w * 2^38 of values [n], at least a tiny number, so that every member has a leaf weight above 0."""
         with np.errstate(over="ignore"):
             logits = self.inverse_temperature * (np.minimum(values, self._reference) - self._reference)
         return np.maximum(np.exp(np.maximum(logits, -700.0)) * _SCALE, 1e-290)
@@ -304,7 +307,7 @@ def log_probabilities(
 def gumbel_terms(
     values: NDArray[np.float64], *, inverse_temperature: float, uniform_share: float
 ) -> tuple[NDArray[np.float64], float]:
-    """Return (terms [n], scale) with which `gumbel_top_k` draws by `log_probabilities`, at any inverse temperature."""
+    """Return terms [n] and a scale: `gumbel_top_k` of terms and scale * noise draws by `log_probabilities`."""
     # the values themselves: multiplied by a large number, some could not be told apart (but a tiny inverse temperature
     # cannot be divided by)
     if uniform_share == 0 and inverse_temperature > 1e-280:
@@ -314,14 +317,14 @@ def gumbel_terms(
 
 
 def gumbel_noise(num: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return noise [num]. In descending order of log p + noise, items are drawn in turn without replacement."""
+    """Return Gumbel noise [num]. Descending log p + noise is the order of draws by p without replacement."""
     return -np.log(np.maximum(rng.standard_exponential(num), 1e-300))
 
 
 def gumbel_top_k(terms: NDArray[np.float64], noise: NDArray[np.float64], num: int) -> NDArray[np.int64]:
     """Return the places of the `num` largest terms + noise of each row, largest first. [S, n], [S, n] -> [S, num]
 
-    Sums are compared as if they were exact. -inf is never among the largest if a row has `num` others.
+    Sums are compared as if they were exact. A term of -inf is chosen only if a row has fewer than `num` others.
     """
     keys = -(terms + noise)
     width = min(num + 1, keys.shape[1])  # one more: does the last one tie with what is left out?

@@ -1,4 +1,4 @@
-"""Trees of the weights of rollouts over the index, for draws from many rollouts.
+"""Sum trees over the weights of rollouts, for draws from many rollouts.
 
 of_prompt   one prompt with many rollouts; leaf = place in its block
 of_prompts  prompts by the total weight of their rollouts (prioritise = "across"); leaf = prompt number
@@ -20,9 +20,9 @@ from tba_buffer.index.tables import Columns, Groups, PromptRows, Prompts, Rows
 class _Tree:
     priorities: Priorities
     inverse_temperature: float
-    """Of the weights exp(inverse_temperature * reward)."""
+    """The one of the weights exp(inverse_temperature * reward)."""
     end: int
-    """Rows (with `of_prompt`: places in the block) from here on are not in it yet."""
+    """Used by `of_prompt` alone: places in the block from here on are not in the tree yet."""
     capacity: int
     """Most leaves; with more, the tree is built again."""
     changed: list[NDArray[np.int64]] = field(default_factory=list)
@@ -42,12 +42,12 @@ class _Tree:
 
 
 class RewardTrees:
-    """Priorities over the rows of an index.
+    """Builds the trees when they are first asked for, and keeps them up to date with the index.
 
     Args:
-        columns, rows_by_prompt: of the index.
+        columns, rows_by_prompt: the tables of the index.
         is_drawable: returns which of rows [n] batches may hold, [n] bool.
-        big_prompt: a prompt with more of them than this is big.
+        big_prompt: a prompt with more drawable rows than this is big.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RewardTrees:
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         others = [self._of_prompts] if self._of_prompts else []
         return sum(tree.priorities.num_bytes for tree in [*others, *self._of_prompt.values()])
 
@@ -92,7 +92,7 @@ class RewardTrees:
                 self._of_prompt.pop(prompt, None)
 
     def of_prompt(self, prompt: int, inverse_temperature: float) -> Priorities:
-        """Return the rollouts of one prompt that may be drawn, by weight; leaf i is row i of its block."""
+        """Return the drawable rollouts of one prompt with their rewards as values; leaf i is row i of its block."""
         rows = self._rows_by_prompt.rows(prompt)
         tree = self._of_prompt.get(prompt)
         # a block that outgrew the tree, or other weights: built again
@@ -109,7 +109,7 @@ class RewardTrees:
         return tree.priorities
 
     def of_prompts(self, counts: NDArray[np.int64], min_distinct: int, inverse_temperature: float) -> Priorities:
-        """Return the prompts with at least `min_distinct` of `counts` [P], by the log of their total weight."""
+        """Return the prompts with `counts` [P] >= `min_distinct`; a prompt's value is the log of its total weight."""
         tree = self._of_prompts
         if tree and (tree.capacity < len(counts) or tree.inverse_temperature != inverse_temperature):
             tree = None
@@ -127,7 +127,7 @@ class RewardTrees:
     def _log_masses(
         self, prompts: Prompts, counts: NDArray[np.int64], inverse_temperature: float
     ) -> NDArray[np.float64]:
-        """Return the log of the total weight of the drawable rollouts of each prompt [k]; counts [P] of them.
+        """Return the log of the total weight of each prompt's drawable rollouts [k]; counts [P]: their numbers.
 
         Big prompts get an upper bound (`Priorities.log_mass_bound`).
         """

@@ -54,15 +54,15 @@ from tba_buffer.index.tables import (
 
 Rows = NDArray[np.int64]
 NUM_PUBLICATIONS_KEPT = 8
-"""The index keeps the log positions of so many of the newest publications."""
+"""How many of the newest publications the index keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings:
-    """The settings that the index counts by.
+    """The settings that the counts of the index depend on.
 
-    Draws from a prompt with more scored rollouts than `big_prompt` use a tree, draws from others look at all of its
-    rollouts. Both are exact.
+    Draws from a prompt with more than `big_prompt` drawable rollouts use a tree; draws from other prompts look at all
+    their rollouts. Both are exact.
     """
 
     alternate: bool = False
@@ -95,16 +95,16 @@ class Index:
         self._versions = VersionNumbers()
         self.trees = self._new_trees()
         self.drawable = (PromptSet(), PromptSet())
-        """Of replay and of recent slots (draws.py): prompts with at least min_distinct rollouts that may be drawn."""
+        """Per pool (REPLAY, RECENT; draws.py): the prompts with at least min_distinct rollouts that may be drawn."""
         self.due = (PromptSet(), PromptSet())
-        """Those of them that are due."""
+        """Per pool: the prompts of `drawable` that are due."""
         self.draws = DrawHistory(self._change_uses, self._note_turns)
         self.unusable: list[bytes] = []
-        """Ids of rollouts that count as failed because the log has no valid reward for them; its reader empties it."""
+        """Ids of rollouts that count as failed because their reward in the log is invalid; `catch_up` empties it."""
         self._recent_from = 0
         self._num_of = np.zeros(3, dtype=np.int64)
         self.num_used_up = 0
-        """Scored rollouts that were in max_uses batches, so that no other may hold them."""
+        """Number of scored rollouts that were in max_uses batches, so that no other batch may hold them."""
         self.payload_bytes = 0
         self._pending_from = 0
         self._num_prompts = 0
@@ -113,17 +113,17 @@ class Index:
     # ---- following the log ------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Advance the view by one event.
+        """Apply one event of the log.
 
         Raises:
-            LogGapError: the event is not the next one. A fresh view accepts any first event.
+            LogGapError: the event is not the next one. A fresh index accepts any first event.
         """
         self.apply_many([event])
 
     def apply_many(self, events: Sequence[Event]) -> None:
-        """Advance the view by several events; the result is that of one after the other.
+        """Apply several events of the log, with the same result as one after the other.
 
-        All additions go first, as one vector operation, then draws, all changes, and all evictions. That is the same,
+        All additions go first, as one vector operation, then draws, rewards and evictions. The result is the same,
         because the others only name rollouts that were added before them, and an evicted rollout never returns.
 
         Raises:
@@ -154,10 +154,10 @@ class Index:
             self._set_publications([*self.publications, *publications])
 
     def restore(self, checkpoint: LogCheckpoint) -> None:
-        """Begin with a checkpoint.
+        """Load a checkpoint into a fresh index.
 
         Raises:
-            ValueError: the view is not fresh.
+            ValueError: the index is not fresh.
         """
         if self.position:
             raise ValueError(f"only a fresh index can begin with a checkpoint; this one is at position {self.position}")
@@ -176,7 +176,7 @@ class Index:
         return LogCheckpoint(self.position, tuple(self.publications), self.records(self.live_rows()), self.pack_draws())
 
     def pack_draws(self) -> bytes:
-        """Return what was drawn as a part of a checkpoint."""
+        """Return the draws as a checkpoint holds them (`DrawHistory.pack`)."""
         rows = self.live_rows()
         return self.draws.pack(self.columns.get("position", rows), self.columns.get("uses", rows))
 
@@ -291,7 +291,7 @@ class Index:
             self.due[pool].put(prompts, members & self.draws.is_due(pool, prompts))
 
     def _note_turns(self, pool: int, prompts: Prompts | None) -> None:
-        """Keep the due prompts of a pool right after turns changed: of these prompts, or the floor rose."""
+        """Update which prompts of a pool are due, after the turns of `prompts` changed (None: its floor moved)."""
         self._reserve_prompts(self.draws.turns.shape[1])
         num = self._per_prompt[3 if pool == RECENT else 4]
         prompts = np.arange(len(num)) if prompts is None else prompts
@@ -349,9 +349,9 @@ class Index:
     def _find_recent(self) -> None:
         """Find the recent rollouts again. O(recent).
 
-        Those after the last publication but one; before the second publication, all. With `alternate`, those after the
-        last one: the rollouts of a phase are there before it draws, and what an earlier phase left behind (after a kill
-        of the trainer) is of another age.
+        Recent are the rollouts after the last publication but one; before the second publication, all. With
+        `alternate`, they are the ones after the last publication: the rollouts of a phase are there before it draws,
+        and rollouts left behind by an earlier phase (after a kill of the trainer) have another age.
         """
         table, num_back = self.columns, 1 if self.settings.alternate else 2
         self._recent_from = table.first
@@ -364,7 +364,7 @@ class Index:
         self.due[RECENT].put_all(members & self.draws.is_due(RECENT, np.arange(len(members))))
 
     def first_recent(self) -> int:
-        """Return the row from which on all are recent; it may be dead."""
+        """Return the number of the first recent row; all later rows are recent too. It may be dead."""
         self._recent_from = max(self._recent_from, self.columns.first)
         return self._recent_from
 
@@ -382,27 +382,27 @@ class Index:
 
     @property
     def num_live(self) -> int:
-        """Stored rollouts, whatever their status."""
+        """Number of stored rollouts, whatever their status."""
         return int(self._num_of.sum())
 
     @property
     def num_scored(self) -> int:
-        """Stored rollouts with a reward."""
+        """Number of stored rollouts with a reward."""
         return int(self._num_of[SCORED])
 
     @property
     def num_pending(self) -> int:
-        """Stored rollouts whose reward is not known yet."""
+        """Number of stored rollouts whose reward is not known yet."""
         return int(self._num_of[PENDING])
 
     @property
     def num_failed(self) -> int:
-        """Stored rollouts that could not be scored."""
+        """Number of stored rollouts that could not be scored."""
         return int(self._num_of[FAILED])
 
     @property
     def num_drawable(self) -> int:
-        """Prompts that can fill a slot: at least min_distinct rollouts that may be drawn."""
+        """Number of prompts that can fill a slot: with at least min_distinct rollouts that may be drawn."""
         return self.drawable[REPLAY].num
 
     @property
@@ -431,13 +431,13 @@ class Index:
         return self._per_prompt[4, : self._num_prompts]
 
     def versions(self) -> dict[PolicyVersion, int]:
-        """Return the live rollouts per policy version, ascending."""
+        """Return the number of live rollouts per policy version, versions ascending."""
         return self._versions.live()
 
     # ---- rows -------------------------------------------------------------------------------------------------
 
     def live_rows(self, *, newest: int | None = None) -> Rows:
-        """Return the live rows, ascending; only the `newest` so many, if given."""
+        """Return the live rows, ascending; if `newest` is given, only that many of the last ones."""
         table = self.columns
         wanted = self.num_live if newest is None else min(newest, self.num_live)
         num, found = wanted, np.zeros(0, dtype=np.int64)
@@ -502,11 +502,11 @@ class Index:
         return [packed[at : at + 16] for at in range(0, len(packed), 16)]
 
     def memory_bytes(self) -> int:
-        """Return the memory of everything above."""
+        """Return the memory of the index in bytes."""
         parts = (self.columns, self.rows_by_prompt, self.trees, self.draws, *self.drawable, *self.due)
         return sum(part.num_bytes for part in parts) + self._per_prompt.nbytes
 
 
 def _is_unusable(records: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return which records or changes [n] count as scored without a bounded reward. [n]"""
+    """Return which records or changes [n] have status scored but no reward within MAX_NUMBER. [n]"""
     return (records["status"] == SCORED) & ~(np.abs(records["reward"]) <= MAX_NUMBER)

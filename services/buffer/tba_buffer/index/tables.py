@@ -9,7 +9,7 @@ PromptRows  the rows of each prompt, ascending, in one arena: a block of power-o
             dead, and when nothing in it lives.
 PromptSet   answers "which member has the r-th smallest number?" quickly, whatever the order the members came in.
 
-Groups of different sizes are one vector: items by their key (`group_by`), and many ranges one after the other
+Groups of different sizes are stored in one vector: items sorted by key (`group_by`), or many ranges one after the other
 (`csr_indices`, after the compressed sparse row format).
 """
 
@@ -38,10 +38,10 @@ _DTYPES: dict[str, np.dtype] = {
     "status": np.dtype(np.uint8),
     "uses": np.dtype(np.uint16),
 }
-"""59 bytes. `uses` counts the batches that a rollout was in; it stays at the largest number that fits."""
+"""59 bytes per row. `uses` counts the batches that a rollout was in, up to the largest number that fits."""
 _MIN_CAPACITY = 1024
 _MIN_SIZE = 4
-"""Of the block of a prompt."""
+"""Smallest size of a prompt's block, in rows."""
 _LONG = 256
 _CHUNK = 64
 
@@ -57,7 +57,7 @@ class Columns:
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         return sum(column.nbytes for column in self._columns.values())
 
     def slots(self, rows: Rows) -> Rows:
@@ -73,14 +73,14 @@ class Columns:
         return self._columns[name][rows % self.capacity]
 
     def status(self, rows: Rows) -> NDArray[np.uint8]:
-        """Return the status of rows [n], which may be long gone."""
+        """Return the status of rows [n]; rows before `first`, which are gone, have the status DEAD."""
         found = self.get("status", rows)
         # the slot of a row before `first` may hold another row by now
         found[rows < self.first] = DEAD
         return found
 
     def put(self, name: str, rows: Rows, values: NDArray | int) -> None:
-        """Write a column at rows. A row that is named twice keeps its last value."""
+        """Write values [n] of a column at rows [n]. A row that occurs twice keeps its last value."""
         self._columns[name][rows % self.capacity] = values
 
     def pieces(self, name: str, first: int, end: int) -> Iterator[tuple[int, NDArray]]:
@@ -99,7 +99,7 @@ class Columns:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def append(self, columns: Mapping[str, NDArray], num: int) -> Rows:
-        """Add `num` rows; there must be room. Returns them."""
+        """Append `num` rows, for which there must be room, and return their row numbers."""
         slot = self.end % self.capacity
         head = min(num, self.capacity - slot)
         for name, column in self._columns.items():
@@ -145,14 +145,14 @@ class Columns:
                 return
 
     def row_after(self, position: int) -> int:
-        """Return the first row with a greater position."""
+        """Return the first row with a log position above `position`; `end` if there is none."""
         for first, piece in self.pieces("position", self.first, self.end):
             if piece[-1] > position:
                 return first + int(np.searchsorted(piece, position, side="right"))
         return self.end
 
     def rows_at(self, positions: NDArray[np.integer]) -> Rows:
-        """Return the row of each position [n], -1 where there is no live one."""
+        """Return the row of each log position [n], -1 where no live row has it."""
         wanted = positions.astype(np.int64)
         rows = np.full(len(wanted), -1, dtype=np.int64)
         for first, piece in self.pieces("position", self.first, self.end):
@@ -178,7 +178,7 @@ class Columns:
 
 
 class VersionNumbers:
-    """A small number for each policy version with a live rollout. Other numbers are given out again."""
+    """Assigns a small number to each policy version with a live rollout. Numbers of other versions are reused."""
 
     def __init__(self) -> None:
         self._numbers: dict[PolicyVersion, int] = {}
@@ -221,7 +221,7 @@ class VersionNumbers:
                 self._free.append(number)
 
     def live(self) -> dict[PolicyVersion, int]:
-        """Return the live rollouts per version, versions ascending."""
+        """Return the number of live rollouts per version, versions ascending."""
         return {version: int(self.counts[number]) for version, number in sorted(self._numbers.items())}
 
 
@@ -244,7 +244,7 @@ class PromptRows:
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         arrays = (self._arena, self.starts, self.lengths, self._sizes)
         return sum(array.nbytes for array in arrays) + 8 * sum(map(len, self._free.values()))
 
@@ -256,17 +256,17 @@ class PromptRows:
             self._sizes = np.concatenate([self._sizes, np.zeros(more, dtype=np.int32)])
 
     def rows(self, prompt: int) -> Rows:
-        """Return the block of one prompt, dead rows too (a view: read only)."""
+        """Return the rows in the block of one prompt, dead ones too (a view: read only)."""
         start = int(self.starts[prompt])
         return self._arena[start : start + int(self.lengths[prompt])]
 
     def rows_of(self, prompts: Prompts) -> tuple[Rows, NDArray[np.int32]]:
-        """Return the blocks of prompts [k] in turn, dead rows too, and the length of each [k]."""
+        """Return the rows of prompts [k], block after block, dead ones too; and the number of rows of each [k]."""
         lengths = self.lengths[prompts]
         return self._arena[csr_indices(self.starts[prompts], lengths)], lengths
 
     def rows_from(self, prompts: Prompts, skip: NDArray[np.int64]) -> tuple[Rows, NDArray[np.int64]]:
-        """Return the same as `rows_of`, without the first `skip` [k] rows of each."""
+        """Return the same as `rows_of`, without the first `skip` [k] rows of each block."""
         lengths = self.lengths[prompts] - skip
         return self._arena[csr_indices(self.starts[prompts] + skip, lengths)], lengths
 
@@ -285,7 +285,7 @@ class PromptRows:
         return moved
 
     def trim(self, prompts: Prompts, live: NDArray[np.int64]) -> Prompts:
-        """Take note that rows of prompts [k] died and `live` [k] are left; return the prompts whose block moved."""
+        """Rewrite the blocks of prompts [k] that are mostly dead, with `live` [k] live rows; return those prompts."""
         length = self.lengths[prompts]
         # a block is rewritten once most of it is dead, so the cost is shared by the rows that died
         moved = prompts[(length > 2 * live + 8) | ((live == 0) & (length > 0))]
@@ -349,12 +349,12 @@ class PromptSet:
         self._flags = np.zeros(_CHUNK, dtype=bool)
         self._chunks = np.zeros(1, dtype=np.int64)
         self._ends: NDArray[np.int64] | None = None
-        """Running sums of _chunks; none: to be computed."""
+        """Running sums of _chunks; None: not computed yet."""
         self.num = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         return self._flags.nbytes + self._chunks.nbytes
 
     def grow(self, num_prompts: int) -> None:
@@ -401,7 +401,7 @@ class PromptSet:
 
 
 def csr_indices(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return starts[0], starts[0] + 1, ..., then the same of starts[1], ...; lengths [n] say how many of each."""
+    """Return the ranges starts[i] .. starts[i] + lengths[i] - 1 for i = 0 .. n - 1, as one vector."""
     ends = np.cumsum(lengths, dtype=np.int64)
     if not len(ends):
         return np.zeros(0, dtype=np.int64)
@@ -410,7 +410,7 @@ def csr_indices(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> ND
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Items [n] by key: `order` [n] puts equal keys together, keys ascending, items of one key in their own order.
+    """Items [n] grouped by key: `order` [n] sorts the items by key, and keeps the order of items with equal keys.
 
     Group g has key keys[g] and the items order[firsts[g] : firsts[g] + sizes[g]].
     """

@@ -1,7 +1,7 @@
 """GET /v1/curves: the metrics of all steps, kept in memory, thinned for a plot.
 
 CurvesReader   follows the ledger from the line that it has read last; the first call of a process reads all of it
-read_page      lines -> those of batches, in a thread where there are many bytes
+read_page      parses a page of lines and keeps those of batches; a large page is parsed in a thread
 StepMetrics    the columns of all steps read so far
 thin           rows of the columns -> one mean per point and metric
 """
@@ -33,11 +33,11 @@ MAX_NAMES_CHARS = 4096
 """Percent-encoded they must fit into the first line of a request (64 KiB)."""
 MAX_NAMES_ASKED = 500
 MAX_NAMES = 2000
-"""Metrics that are kept. With more, something makes up a new name in each step, and the memory would have no bound."""
+"""Most metrics that are kept: a bound on memory, in case something makes up a new name in each step."""
 FIRST_LINES, MAX_LINES = 16, 500
-"""Of a page: the first one, and any."""
+"""Most new lines on the first page, and on any page."""
 PAGE_BYTES = 4 << 20
-"""Pages after the first one have about so many: a line names all rollouts of its batch."""
+"""Approximate size of later pages: lines are long, because each names all rollouts of its batch."""
 THREAD_BYTES = 256 << 10
 """A page with more bytes is parsed in a thread."""
 log = get_logger("curves")
@@ -60,10 +60,10 @@ _DECODER = msgspec.json.Decoder(BatchLine | ResumeLine)
 
 
 def read_page(lines: Sequence[bytes], *, key: str, first: int) -> list[BatchLine]:
-    """Parse lines of the ledger, which is `key`, from number `first` on; those of resumes are left out.
+    """Parse lines of the ledger and return those of batches; `key` and the first line's number are for the error.
 
     Raises:
-        UnavailableError: one cannot be read.
+        UnavailableError: a line cannot be read.
     """
     found: list[BatchLine] = []
     for number, line in enumerate(lines, first):
@@ -88,7 +88,7 @@ class StepMetrics:
         self._left_out: set[str] = set()
 
     def add(self, lines: Sequence[BatchLine]) -> None:
-        """Add the steps of lines."""
+        """Append one row per line; a new metric is NaN in the rows before it."""
         for line in lines:
             for name in line.metrics:
                 if name in self.columns or name in self._left_out:
@@ -147,12 +147,12 @@ class CurvesReader:
         """Return curves of at most `max_points` points. A metric that no step has is None everywhere.
 
         Args:
-            names: of the metrics, with commas between them; None: all.
+            names: names of metrics, separated by commas; None: all.
             from_step: the first step; None: from the beginning.
             to_step: the last step; None: to the end.
 
         Raises:
-            BadRequestError: a range of steps that ends before it begins, or too many names.
+            BadRequestError: `from_step` is after `to_step`, or there are too many names.
         """
         if from_step is not None and to_step is not None and from_step > to_step:
             raise BadRequestError(
@@ -193,10 +193,10 @@ class CurvesReader:
         )
 
     async def _follow(self) -> None:
-        """Read the lines that the ledger has gained.
+        """Read the new lines of the ledger; read all again if Redis was restored from an older copy.
 
         Raises:
-            UnavailableError: Redis did not answer; the pages before are kept, and the next call continues there.
+            UnavailableError: Redis did not answer; earlier pages are kept, and the next call continues there.
         """
         while True:
             # the last line once more: if another one is in its place, Redis was restored from an older copy

@@ -1,7 +1,7 @@
 """The metrics of GET /metrics.
 
-Counts are those of the whole run. They are read from Redis and the index when /metrics is asked, so they neither start
-again with this process nor differ from GET /v1/stats. Only the times of requests belong to this process.
+Counts cover the whole run. They are read from Redis and the index at each GET /metrics, so they neither start again
+with this process nor differ from GET /v1/stats. Only the times of requests are of this process alone.
 docs/operations.md lists the metrics; a test compares the two.
 """
 
@@ -39,10 +39,10 @@ OTHER_WAITS = "other"
 DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
 """The waits of a trainer for a batch."""
 KINDS: tuple[str, ...] = ("searcher", "trainer", "buffer", "reward")
-"""Kinds that are shown even when there is no such component."""
+"""Kinds of components that are shown even when there is none."""
 LONGEST_SHOWN = 64
 MAX_NAMES = 64
-"""Gauges per kind of component, since labels must stay few. GET /v1/run shows all."""
+"""Most gauges shown per kind of component, since labels must stay few. GET /v1/run shows all."""
 TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TIMED = {("POST", "/v1/rollouts"): "push", ("POST", "/v1/batches"): "draw_batch", ("POST", "/v1/leases"): "lease"}
 
@@ -64,9 +64,9 @@ class Metrics(Collector):
     """The metrics of the run.
 
     Args:
-        searchers_desired: the desired number of searchers in a state of the run; None: not known here.
-        durability_problem: why Redis could lose what it acknowledges, or None.
-        loss: what Redis has lost of what was acknowledged, while that is not accepted.
+        searchers_desired: returns the desired number of searchers for a state of the run; None: not known here.
+        durability_problem: returns why Redis could lose acknowledged changes, or None.
+        loss: returns a sentence about a loss of acknowledged changes that nobody has accepted, or None.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Metrics(Collector):
         registry.register(self)
 
     async def refresh(self) -> None:
-        """Read what `collect` shows.
+        """Read the values that `collect` yields.
 
         Raises:
-            UnavailableError: Redis did not answer; `collect` shows what it had.
+            UnavailableError: Redis did not answer; `collect` continues with the values from before.
         """
         # until all is read: an error below leaves it false
         self._redis_answers = False
@@ -115,7 +115,7 @@ class Metrics(Collector):
         self._redis_answers = True
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric but the times; before the first `refresh` only those about Redis."""
+        """Yield every metric except the times of requests; before the first `refresh` only those about Redis."""
         # these two are there even without a reading: alerts need them while Redis is away
         is_durable = self._redis_answers and self._durability_problem() is None
         yield Gauge(
@@ -232,8 +232,8 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
 
 
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
-    """Yield the metrics of components and waits; the gauges of the trainer that was heard of last, and the sums over
-    all searchers that are alive."""
+    """Yield the metrics of components and waits, the gauges of the live trainer with the newest heartbeat, and the
+    gauges of all live searchers, summed."""
     # kinds without a component are shown as 0: alerts compare with that
     none = dict.fromkeys(KINDS, 0)
     text = "Components with a recent sign of life, by kind"
@@ -282,7 +282,7 @@ def _family(name: str, text: str, gauges: Mapping[str, float]) -> Gauge:
 
 
 def _by(family: type[F], name: str, text: str, label: str, values: Mapping[str, float]) -> F:
-    """Return a family with a value for each value of a label."""
+    """Return a metric family with one label; `values` maps each value of the label to the metric's value."""
     found = family(name, text, labels=[label])
     for value, number in values.items():
         found.add_metric([value], number)
@@ -290,7 +290,7 @@ def _by(family: type[F], name: str, text: str, label: str, values: Mapping[str, 
 
 
 def shown_waits(waits: Counter[str]) -> dict[str, int]:
-    """Return the most frequent waits by name, and the rest as one."""
+    """Return name -> number of the WAITS_SHOWN most frequent waits, and the rest added up as OTHER_WAITS."""
     # names come from heartbeats, and labels must stay few
     shown = dict(waits.most_common(WAITS_SHOWN))
     rest = waits.total() - sum(shown.values())
@@ -298,7 +298,7 @@ def shown_waits(waits: Counter[str]) -> dict[str, int]:
 
 
 class RequestTimes:
-    """ASGI middleware: times and results of the requests in TIMED. The time of a draw includes its long poll."""
+    """ASGI middleware: measures time and status of the requests in TIMED. The time of a draw includes its long poll."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self.app = app

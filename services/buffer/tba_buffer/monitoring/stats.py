@@ -64,7 +64,7 @@ VERSIONS_SHOWN = 50
 
 
 def stored_stats(index: Index) -> StoredStats:
-    """Return the detail of what `index` holds. O(live rollouts): about 40 ms for a million."""
+    """Return statistics of the stored rollouts by version and reward. O(live rollouts): about 40 ms for a million."""
     versions, rows = sorted(index.versions().items(), reverse=True), index.live_rows()
     rewards = index.column("reward", rows)[index.column("status", rows) == SCORED]
     return StoredStats(
@@ -92,12 +92,12 @@ PUSH_OUTCOMES = ("new", "duplicate", "refused")
 ALWAYS_FRESH_ROLLOUTS = 10_000
 DETAIL_EVERY_S = 1.0
 DETAIL_SHARE = 0.02
-"""Most of the process' time that the detail may take."""
+"""Most of the process's time that `StatsReader.detail` may take, as a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """The counters of the run, what the index holds, and where the trainer stands."""
+    """The counters of the run, the index, and the last acked step."""
 
     totals: Mapping[str, int]
     ages: Mapping[int, int]
@@ -105,27 +105,27 @@ class Counters:
     num_open_leases: int
     num_acked: int
     num_trained_steps: int
-    """Records of what became of each rollout of a step."""
+    """Number of stored step records (rollouts/trained_steps.py)."""
     checkpoint_position: int
     trainer: PolicyVersion
-    """Lineage that owns the run, and its last acked step."""
+    """The active lineage, and its last acked step."""
     times: Mapping[str, float]
-    """Kind of component -> seconds that those of it were there."""
+    """Kind of component -> seconds that components of it were alive."""
     index: Index
 
     def group(self, name: str) -> dict[str, int]:
-        """Return the counters `name:<what>`, by what; not those of a group within it."""
+        """Return <what> -> count of the counters `name:<what>`, without those that have a further colon."""
         parts = ((key.split(":"), value) for key, value in sorted(self.totals.items()))
         return {key[1]: value for key, value in parts if key[0] == name and len(key) == 2}
 
     def tokens(self) -> TokenTotals:
-        """Return the completion tokens."""
+        """Return the numbers of completion tokens generated and trained on."""
         return TokenTotals(
             generated=self.totals.get("tokens:generated", 0), trained=self.totals.get("tokens:trained", 0)
         )
 
     def rate_counts(self) -> dict[str, int]:
-        """Return the counts that rates are made of."""
+        """Return the counts (NAMES) for RateWindow."""
         return {
             "generated": self.totals.get("generated", 0),
             "evicted": sum(self.group("evicted").values()),
@@ -138,7 +138,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Statistics over every stored rollout. Out of date, they are computed again from `due_s` on (monotonic)."""
+    """Statistics over every stored rollout. `due_s`: when they may be computed again (monotonic)."""
 
     due_s: float
     mean_reward_recent: float | None
@@ -157,7 +157,7 @@ class StatsReader:
         self._detail: Detail | None = None
 
     async def counters(self) -> Counters:
-        """Read everything that is cheap to know."""
+        """Catch the index up, and read the counters from Redis; O(1) in the number of rollouts."""
         # first the index: the counters that follow are then at least as new
         index, keys = await self._view.catch_up(), self._context.keys
         with redis_errors("read the counters"):
@@ -193,7 +193,7 @@ class StatsReader:
         self._window.add(time.monotonic(), (await self.counters()).rate_counts())
 
     async def read(self) -> Stats:
-        """Return all counts."""
+        """Return the answer to GET /v1/stats."""
         failed_reasons = await self._failures.reasons()
         counters = await self.counters()
         index, totals, slots = counters.index, counters.totals, counters.group("slots")
@@ -241,7 +241,7 @@ class StatsReader:
         )
 
     def detail(self, counters: Counters) -> Detail:
-        """Return the detail of what is stored; kept until out of date and, for large buffers, until due."""
+        """Return statistics over the stored rollouts, cached until the log grows and, for large buffers, until due."""
         kept, index, now_s = self._detail, counters.index, time.monotonic()
         if kept is not None:
             if kept.stored.log_position == index.position:

@@ -1,6 +1,6 @@
-"""Where a run stands, in sentences: what it does, how it learns, what waits for what since when, and what to try.
+"""Sum up a run in sentences: what it does, how it learns, which wait is the longest, and what to try.
 
-A pure function of what GET /v1/run, /v1/stats and /v1/curves answer, so that the page and the commands say the same.
+A pure function of the answers to GET /v1/run, /v1/stats and /v1/curves, so that page and commands say the same.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ CURVE_NAMES = ("reward_mean", "ess", "tied_group_share", "wait_s", "step_s")
 """The metrics that the sentences read."""
 NUM_POINTS = 60
 NUM_RECENT = 10
-"""Points at the end of a curve that are its present; as many before them are its past."""
+"""How many points at the end of a curve are its present; as many before them are its past."""
 MIN_WAIT_S = 5.0
-"""Shorter waits are how parts work together, and call for nothing."""
+"""Shorter waits are normal, and are not reported."""
 FLAT = 0.01
-"""A reward whose two means differ by less, relative to its range, neither rises nor falls."""
+"""If the mean rewards of past and present differ by less than this share of the range, the reward is flat."""
 NUM_NAMED = 3
 MIN_SCORED = 64
 """With fewer stored rewards, equal ones may be chance."""
@@ -53,10 +53,10 @@ REMEDY_OF_WAIT = {
 
 
 def summarise(info: RunInfo, stats: Stats, curves: Curves) -> RunSummary:
-    """Return the sentences.
+    """Return the sentences of the summary.
 
     Args:
-        curves: of CURVE_NAMES, with NUM_POINTS points or fewer.
+        curves: the curves of CURVE_NAMES, with at most NUM_POINTS points.
     """
     is_over = info.read_only or info.state in ("done", "failed")
     long = [] if is_over else [wait for wait in info.waits if wait.for_s >= MIN_WAIT_S]

@@ -1,4 +1,4 @@
-"""The weight versions that the object store has, for people; the way of the weights never passes through here."""
+"""List the weight versions in the object store, for people. The weights themselves never pass through the buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = get_logger("weight_versions")
 
 
 class WeightVersionReader:
-    """Lists versions, and keeps what it has read of them: a manifest never changes.
+    """Lists weight versions, and caches the content of their manifests, which never change.
 
     Args:
         open_store: returns the object store of the run; the first call opens it.
@@ -29,13 +29,13 @@ class WeightVersionReader:
         self._open_store = open_store
         self._run = run
         self._known: dict[PolicyVersion, WeightVersionInfo | None] = {}
-        """None: a manifest that cannot be read."""
+        """None: the manifest cannot be read."""
         self._newest = WeightVersionList(versions=[], num_older=0)
         # one reading for all who ask at once: a list of a bucket costs a request
         self._reading = SingleFlight(self._read, asyncio.Lock())
 
     async def newest(self) -> WeightVersionList:
-        """Return the newest MAX_SHOWN versions.
+        """List the object store; return the newest MAX_SHOWN versions, and the number of older ones.
 
         Raises:
             UnavailableError: the store did not answer.

@@ -6,12 +6,12 @@ that existed when it began; prompts uploaded later join the next one. Visit ids 
 With `data.selection = "posterior"` an epoch has as many visits, but the prompt of each is chosen by its posterior
 success, as in MoPPS (arXiv 2507.04632). A prompt's success rate has the prior Beta(1, 1), so after s successes in n
 scored rollouts its posterior is Beta(1 + s, 1 + n - s). Per visit, NUM_CANDIDATES prompts each get one Thompson draw
-of their rate, and the draws nearest to the target win. A prompt that nobody has tried draws uniformly, so it is tried
-soon. One known to be too easy or too hard draws far from the target, and comes back only when its posterior is wide.
+of their rate, and the draws nearest to the target win. A prompt without scored rollouts draws uniformly, so it is tried
+soon. A prompt known to be too easy or too hard draws far from the target, so it is rare until its posterior is wide.
 
-The rollouts that are stored now count: eviction takes the place of the paper's discount of old evidence. So the limits
-of the buffer (`max_rollouts`, `max_rollouts_per_prompt`, `max_policy_age_steps`) are also the window that the posterior
-remembers, and a prompt whose rollouts are all gone is unknown again.
+Only rollouts stored now count: eviction replaces the paper's discount of old evidence. So the limits of the buffer
+(`max_rollouts`, `max_rollouts_per_prompt`, `max_policy_age_steps`) also bound what the posterior remembers, and a
+prompt whose rollouts are all evicted has the prior again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Ints = NDArray[np.int64]
 TARGET = 0.5
 """The success rate that posterior selection looks for: one half gives the most informative groups."""
 NUM_CANDIDATES = 8
-"""Random prompts that are looked at for every one that is taken."""
+"""Random candidates per visit that posterior selection compares."""
 
 
 class Catalog:
-    """All prompts of the run, as Redis holds them."""
+    """All prompts of the run: a copy in memory of those in Redis."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -52,7 +52,7 @@ class Catalog:
         self._train_numbers: Ints = np.zeros(1024, dtype=np.int64)
 
     def find(self, prompt_id: str) -> tuple[int, Prompt] | None:
-        """Return the number and the content of a prompt."""
+        """Return the number and the content of a prompt; None if the id is unknown."""
         return self._by_id.get(prompt_id)
 
     def train_numbers(self) -> Ints:
@@ -64,7 +64,7 @@ class Catalog:
         return np.array([number for number, prompt in self._by_id.values() if prompt.task == task], dtype=np.int64)
 
     async def load(self) -> None:
-        """Read the prompts that Redis has and this process does not know."""
+        """Read the prompts in Redis that this process does not have yet."""
         redis, keys = self._context.redis, self._context.keys
         async with self._lock:  # two concurrent readers from the same number would add the same prompts twice
             with redis_errors("read the prompts"):
@@ -102,7 +102,7 @@ class Catalog:
         """Add prompts, all or none.
 
         Raises:
-            ConflictError: an id is taken by other content.
+            ConflictError: an id is stored with other content, or occurs twice with different content.
             SupersededError: this buffer process does not own the run.
         """
         by_id: dict[str, str] = {}
@@ -129,7 +129,7 @@ class Catalog:
 
 
 class NextVisit(NamedTuple):
-    """The next visit, and the cursor once it is taken."""
+    """One visit, and the stored cursor ("epoch:offset:size") after it was leased."""
 
     visit_id: str
     prompt_id: str
@@ -145,7 +145,7 @@ class VisitCursor(NamedTuple):
 
     @classmethod
     def parse(cls, cursor: bytes, num_train: int) -> VisitCursor:
-        """Read a stored cursor.
+        """Parse a stored cursor.
 
         Raises:
             ValueError: it is damaged, or its epoch has more visits than there are train prompts.
@@ -157,10 +157,10 @@ class VisitCursor(NamedTuple):
 
 
 class VisitOrder:
-    """Turns a cursor into the visits from there on: the same for the same cursor, seed, prompts and index.
+    """Lists the visits that follow a cursor. The same cursor, seed, prompts and index give the same visits.
 
     Args:
-        recipe: gives the seed, and says how visits choose prompts (`data.selection`).
+        recipe: gives the seed, and the way to choose prompts (`data.selection`).
     """
 
     def __init__(self, catalog: Catalog, recipe: Recipe) -> None:
@@ -170,7 +170,7 @@ class VisitOrder:
         self._shuffled: dict[tuple[int, int], Ints] = {}
 
     def next(self, cursor: VisitCursor | None, num: int, index: Index) -> list[NextVisit]:
-        """Return the `num` visits from `cursor` on (None: the beginning); none without train prompts."""
+        """Return the `num` visits from `cursor` on (None: from the beginning); [] if there are no train prompts."""
         train = self._catalog.train
         if not train or not num:
             return []
@@ -202,16 +202,16 @@ class VisitOrder:
 
 
 def choose_by_posterior(train_numbers: Ints, counts: Ints, successes: Ints, num: int, rng: np.random.Generator) -> Ints:
-    """Choose offsets [num] into the train prompts for `num` visits, nearest to the target first.
+    """Return offsets [num] into `train_numbers` for `num` visits, those with a drawn rate nearest to TARGET first.
 
-    With fewer train prompts than candidates a prompt may be drawn, and chosen, more than once: red-teaming has one.
+    With fewer train prompts than candidates (red-teaming has one), a prompt may be drawn and chosen more than once.
 
     Args:
         train_numbers: [P] prompt numbers of the train prompts.
         counts: [Q] scored rollouts stored now, per prompt number; prompts beyond its end have none.
-        successes: [Q] how many of them succeeded.
-        num: visits to fill.
-        rng: the generator of the visits.
+        successes: [Q] how many of these rollouts succeeded.
+        num: number of visits.
+        rng: draws the candidates and their rates.
     """
     num_train, num_drawn = len(train_numbers), NUM_CANDIDATES * num
     offsets = rng.choice(num_train, size=num_drawn, replace=num_drawn > num_train)

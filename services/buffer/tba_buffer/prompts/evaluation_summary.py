@@ -1,9 +1,9 @@
 """The numbers of an evaluation, and the best version so far: pure functions of the stored results.
 
-Two evaluations are compared only where they measure the same: with the same number of samples and the same success
-reward, on the same prompts. Every evaluation takes the first held-out prompts, the first and the last of a run more of
-them than those in between. So each keeps its numbers over the first `eval.num_prompts_compared` too, and these are
-compared. An evaluation with too many unknown scores is not compared: a mean over the few known ones may be anything.
+Two evaluations are compared only if they have the same number of samples and the same success reward, over the same
+prompts. Every evaluation takes the first held-out prompts. The first and the last evaluation of a run take more of them
+than the others. So each also stores its numbers over the first `eval.num_prompts_compared` prompts, and only these are
+compared. An evaluation with too many unknown scores is not compared: a mean over few known ones says nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_KNOWN_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class EvaluationUnit:
-    """One kind (`sample`, `greedy`) of one held-out prompt of one evaluation."""
+    """One lease's work in an evaluation: held-out prompt `number`, answered in one way (`kind`: `sample`, `greedy`)."""
 
     eval_id: str
     kind: str
@@ -39,7 +39,7 @@ class EvaluationUnit:
 
     @classmethod
     def parse(cls, text: str) -> EvaluationUnit:
-        """Read what `str` wrote."""
+        """Parse the text that `str` returns."""
         eval_id, kind, number = text.split("|")
         return cls(eval_id, kind, int(number))
 
@@ -54,12 +54,12 @@ class EvalSummary(EvalNumbers):
 
 
 class ComparedNumbers(BaseModel):
-    """The numbers over the first prompts, which all evaluations have; versions are compared by these."""
+    """The numbers over the first prompts, which every evaluation covers; the best version is chosen by these."""
 
     num_prompts: Integer
     numbers: EvalNumbers
     num_unknown: dict[str, int]
-    """Kind of unit -> unknown scores."""
+    """Kind of unit -> number of unknown scores."""
 
 
 class StoredEval(BaseModel):
@@ -76,11 +76,11 @@ class StoredEval(BaseModel):
     deadline_s: Number
     summary: EvalSummary | None = None
     first: ComparedNumbers | None = None
-    """It and `summary` come when the evaluation is done."""
+    """None, like `summary`, until the evaluation is done."""
 
 
 def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
-    """Count answers that a scorer raised for as wrong, where it scores others of their task (`tasks`: by prompt)."""
+    """Count answers whose scorer raised an error as wrong, in tasks with a known score (`tasks`: prompt -> task)."""
     scored = (unit for unit, result in results.items() if any(reward is not None for reward in result.rewards))
     working = {tasks.get(unit.number) for unit in scored}
     return {
@@ -94,8 +94,8 @@ def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
 def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int] = ()) -> EvalNumbers:
     """Return the numbers of a finished evaluation.
 
-    Accuracy is the mean over prompts of the share of successes among the known scores of that prompt and the answers
-    that are wrong without one; prompts without either are left out. None where nothing is known.
+    Accuracy is the mean over prompts of a prompt's share of successes. The share is taken over the known scores and the
+    answers that are wrong without a score; prompts with neither are left out. A number is None if nothing is known.
     """
     successes: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
     for unit, result in results.items():
@@ -122,7 +122,7 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
 
 
 def count_unknown(results: Results) -> dict[str, int]:
-    """Return kind of unit -> unknown scores; an answer that is itself the reason is none."""
+    """Return kind of unit -> number of unknown scores. Answers that are wrong without a score are not unknown."""
     counts: dict[str, int] = dict.fromkeys(KINDS, 0)
     for unit, result in results.items():
         counts[unit.kind] += result.rewards.count(None) - (result.num_wrong or 0)
@@ -142,15 +142,15 @@ def summarise_first(
 
 
 def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:
-    """Return the mean over the prompts with at least k known scores."""
+    """Return the mean pass@k over the prompts with at least k known scores; `successes` has one list per prompt."""
     return mean([pass_at_k(len(known), sum(known), k) for known in successes if len(known) >= k])
 
 
 def find_best_version(evals: Iterable[StoredEval], section: EvalSection, *, num_heldout: int) -> BestVersion | None:
-    """Return the best of the finished evaluations; of equal ones, that of the newest version, which has learned most.
+    """Return the best version by `eval.best_metric`; the newest one of equals. None: no evaluation can be compared.
 
     Args:
-        num_heldout: held-out prompts of the run.
+        num_heldout: number of held-out prompts of the run.
     """
     num_prompts, best = min(section.num_prompts_compared, num_heldout), None
     for each in sorted(evals, key=lambda each: PolicyVersion.parse(each.version)):

@@ -1,4 +1,4 @@
-"""Evaluations on held-out prompts, done by searchers with a pinned version.
+"""Evaluations: searchers answer held-out prompts with the weights of one version.
 
 An evaluation has 2 * num_prompts units: per prompt one of kind `sample` and one of kind `greedy`, always over the first
 held-out prompts in upload order. Units are leased (leases.py) before any visit; an expired lease puts its unit back.
@@ -39,13 +39,13 @@ class Evaluations:
         self._lineages = lineages
 
     async def request(self, request: EvalRequest) -> EvalReply:
-        """Open an evaluation as the recipe says. The same request again returns the same one.
+        """Open an evaluation with the recipe's settings; a repeated request returns the evaluation that exists.
 
         An expired evaluation is opened again, and keeps the results that it has.
 
         Raises:
             FencedError: a newer lineage owns the run.
-            ConflictError: there are no held-out prompts, no version yet, or no such version.
+            ConflictError: there are no held-out prompts, or the version (or any) was never announced.
         """
         run, section, now = await RunHash.read(self._context), self._context.recipe.eval, self._context.clock()
         version, token = request.version or run.latest_version, request.token or run.token
@@ -96,7 +96,7 @@ class Evaluations:
         return found[0][0]
 
     async def all_and_best(self) -> tuple[list[EvalInfo], BestVersion | None]:
-        """Return every evaluation, oldest first, and the best version of the finished ones that are not abandoned."""
+        """Return every evaluation, oldest first, and the best finished version that no resume has abandoned."""
         with redis_errors("read the evaluations"):
             ids = await self._context.redis.lrange(self._context.keys.eval_order, 0, -1)
         found = await self._read([eval_id.decode(errors="replace") for eval_id in ids])
@@ -105,7 +105,7 @@ class Evaluations:
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, StoredEval]:
-        """Return evaluations, at least one, as they are stored; unknown ones are left out."""
+        """Return eval id -> stored evaluation; unknown ids are left out. `eval_ids` must not be empty."""
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
         return {
@@ -115,16 +115,16 @@ class Evaluations:
         }
 
     async def results(self, eval_id: str, results: EvalResults) -> None:
-        """Store results; idempotent by lease, and the first result of a unit counts.
+        """Store results of leases, and finish the evaluation with the last one. A unit's first result counts.
 
-        Nothing is taken past the deadline: from then on the version is not held. It may be gone, and a version that is
-        gone must not become the best one.
+        Results past the deadline are refused: the trainer may have deleted the version since, and a deleted version
+        must not become the best one. A repeated report changes nothing.
 
         Raises:
             ConflictError: the evaluation has expired.
             NotFoundError: no such evaluation, or a lease that is not one of its leases.
             ForbiddenError: a lease was granted to another searcher.
-            BadRequestError: the version is another one, or a number is not what was leased or can be.
+            BadRequestError: the version is not the evaluation's, or counts in a result do not fit its lease.
         """
         document = (await self.documents([eval_id])).get(eval_id)
         if document is None:

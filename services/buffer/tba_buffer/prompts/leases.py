@@ -6,8 +6,8 @@ Evaluation units come before visits, returned and expired visits before new ones
 a visit may take longer than `lease_s`. A visit that cannot be sampled (refused) ends. A prompt may be on lease any
 number of times at once, each time for another visit.
 
-A request may wait here: for room, an evaluation, a new version or the end of the run. A few are held at a time, and
-the others are answered at once. Those that wait at the same time share the room that there is.
+A request may be held here until there is room for rollouts (run/state.py), an evaluation, a new version or the end of
+the run. At most MAX_HELD requests are held; the others are answered at once. Held requests share the room.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tba_buffer.storage.redis_client import redis_errors
 MIN_RETRY_S = 0.25
 MAX_RETRY_S = 10.0
 MAX_POLLS_PER_S = 100.0
-"""Of all searchers that wait and are not held. An empty reply costs the buffer about 1 ms: this is a tenth of its one
-core."""
+"""Most empty replies per second to all searchers together, without held requests. A reply costs the buffer about 1 ms,
+so they take a tenth of its one core."""
 MAX_HELD = 16
-"""Requests that are held at the same time; each looks at the run again whenever something changes."""
+"""Most requests that are held at the same time; each reads the state of the run again after every change."""
 POLL_S = 0.25
 """A held request looks again after this long even if nothing was notified: leases expire, rollouts are evicted, and
 another process of the buffer may have changed the run."""
@@ -54,7 +54,7 @@ class Leases:
         self._run_state = run_state
         self._lock = asyncio.Lock()
         self._held: dict[int, int] = {}
-        """id() of each request that is held -> the fewest visits that it waits for."""
+        """id() of each held request -> its `min_leases`."""
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
@@ -63,8 +63,8 @@ class Leases:
         """Claim up to `max_leases` evaluation units and visits. A repeated request gets the same leases again.
 
         Args:
-            request: says how long it may wait here, and for what.
-            is_gone: whether the client has hung up: nobody would work on leases that it is granted then.
+            request: says how long it may be held (`wait_s`), and how many visits it wants.
+            is_gone: returns whether the client has hung up; asked after each pause, so that no lease goes to nobody.
         """
         begin_s = time.monotonic()
         is_held = request.wait_s > 0 and len(self._held) < MAX_HELD
@@ -92,10 +92,10 @@ class Leases:
     async def _wait_for_leases(
         self, request: LeaseRequest, begin_s: float | None, is_gone: Callable[[], Awaitable[bool]] | None
     ) -> tuple[list[Lease], str | None, RunSnapshot]:
-        """Claim leases, from `begin_s` on for as long as the request may wait (None: once).
+        """Try to claim leases until `wait_s` seconds after `begin_s` (None: try once).
 
         Returns:
-            The leases, the name of the wait if there is no room, and the run.
+            The leases, the name of what the request waits for (None: nothing), and the state of the run.
         """
         deadline_s = -math.inf if begin_s is None else begin_s + request.wait_s
         next_claim_s = -math.inf
@@ -117,11 +117,11 @@ class Leases:
     async def _attempt(
         self, request: LeaseRequest, *, min_leases: int, always: bool
     ) -> tuple[list[Lease], str | None, RunSnapshot]:
-        """Claim visits where there is room for `min_leases` of them, and evaluations; see `_wait_for_leases`.
+        """Claim evaluation units, and visits if there is room for `min_leases` of them; return as `_wait_for_leases`.
 
         Args:
-            always: also look where there is no such room: for evaluations, for leases that have expired, and for what
-                a repeated request was granted before.
+            always: run lease.lua even without such room: it grants evaluation units, releases expired leases, and
+                answers a repeated request.
         """
         async with self._lock:  # one at a time: a claim takes room away from the next request
             snapshot = await self._run_state.read()
@@ -158,14 +158,14 @@ class Leases:
         return math.ceil(room / self._context.recipe.sampling.rollouts_per_visit)
 
     async def give_back(self, request: LeaseReturn) -> None:
-        """End leases of a searcher before their deadline. Owed rollouts are leased again; refused visits are not."""
+        """End leases of a searcher before their deadline. Missing rollouts are leased again; refused visits are not."""
         await self._context.scripts.run(
             "return", searcher_id=request.searcher_id, returned=request.lease_ids, refused=request.refused_lease_ids
         )
         self._context.leasable.notify()
 
     async def renew(self, request: LeaseRenewal) -> LeaseRenewalReply:
-        """Give leases of a searcher a new deadline. The reply names those that it does not hold any more."""
+        """Set the deadline of a searcher's leases to `lease_s` from now. The reply names leases it no longer holds."""
         deadline_s = self._context.clock() + self._context.recipe.buffer.lease_s
         lost = await self._context.scripts.run(
             "renew", searcher_id=request.searcher_id, deadline_s=deadline_s, lease_ids=request.lease_ids
@@ -206,7 +206,7 @@ class Leases:
         return []
 
     async def _leases(self, flat: list[bytes | int], lease_s: float, temperature: float) -> list[Lease]:
-        """Return the leases of a reply: kind, lease id, visit or unit, prompt id and number of rollouts of each."""
+        """Build leases from the flat reply of lease.lua: kind, lease id, visit or unit, prompt id, rollouts of each."""
         texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in flat]
         rows = [texts[at : at + 5] for at in range(0, len(texts), 5)]
         eval_ids = sorted({subject.partition("|")[0] for kind, _, subject, _, _ in rows if kind == "eval"})
@@ -251,11 +251,11 @@ class Leases:
 
 
 class PollBackoff:
-    """Says how often searchers that wait for work may ask: even hundreds of them leave the buffer time for its work."""
+    """Spaces out the requests of searchers without work, so that hundreds of them do not overload the buffer."""
 
     def __init__(self) -> None:
         self._polled_at_s: OrderedDict[str, float] = OrderedDict()
-        """Searcher -> when it last got nothing, the oldest first."""
+        """Searcher id -> monotonic time of its last empty reply, oldest first."""
 
     def record_empty(self, searcher_id: str, now_s: float) -> float:
         """Record that a searcher got nothing. Return the seconds after which it may ask again.

@@ -1,1 +1,1 @@
-"""Rollouts: accept a push, answer queries, and rebuild what a lost payload held."""
+"""Rollouts: accept pushes, answer queries and exports, and report lost or damaged payloads."""

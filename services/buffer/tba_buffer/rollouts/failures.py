@@ -1,4 +1,4 @@
-"""Why stored rollouts have no score: their reasons are in their payloads alone, so the newest of them are read."""
+"""Count why stored rollouts failed to score. Only payloads hold the reasons, so the newest failed ones are read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_READ = 500
 MAX_BYTES = 8 * 1024 * 1024
 """Most payload bytes in memory at once."""
 EVERY_S = 2.0
-"""The answer to /v1/stats, which many ask for, may be this old."""
+"""How long reasons are cached, because many clients ask for /v1/stats."""
 MAX_CHARS = 300
 
 
 class _Glance(msgspec.Struct, gc=False):
-    """The field of a stored rollout that is asked for; the others are skipped."""
+    """The only field of a stored rollout that is decoded."""
 
     reward_reason: str | None = None
 
@@ -33,7 +33,7 @@ _GLANCES = msgspec.msgpack.Decoder(_Glance)
 
 
 class FailureReader:
-    """Reads the reasons, and keeps them for EVERY_S."""
+    """Reads the reasons of failed rollouts, and caches them for EVERY_S."""
 
     def __init__(self, context: Context, view: IndexView) -> None:
         self._context = context
@@ -43,9 +43,9 @@ class FailureReader:
         self._kept: list[FailedReason] = []
 
     async def reasons(self) -> list[FailedReason]:
-        """Return the reasons of the newest MAX_READ failed rollouts (MAX_BYTES of them), the commonest first.
+        """Return the reasons of the newest failed rollouts (at most MAX_READ and MAX_BYTES), the commonest first.
 
-        A text is `REASON: DETAIL`, and each reason comes with its commonest text.
+        Each reason has its number of rollouts, and its commonest `REASON: DETAIL` text as an example.
         """
         index = await self._view.catch_up()
         if not index.num_failed:

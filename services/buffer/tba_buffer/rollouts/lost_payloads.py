@@ -19,12 +19,12 @@ UNREADABLE = "unreadable: what is stored of this rollout cannot be read"
 def lost_payload_error(
     index: Index, positions: NDArray[np.integer], payloads: Sequence[bytes | None]
 ) -> UnavailableError | None:
-    """Return the error for missing payloads [n] of the rollouts at log positions [n]; None when they were evicted.
+    """Return the error for payloads that Redis has lost; None when those missing were evicted.
 
     Args:
         index: caught up with the log after the payloads were read, so it knows an eviction that took them.
-        positions: of the drawn rollouts.
-        payloads: None where Redis has none.
+        positions: [n] log positions of the drawn rollouts.
+        payloads: [n] their payloads; None where Redis has none.
     """
     # an eviction would have removed the row: a live row without a payload is a loss
     rows = index.rows_at(np.unique(positions[[payload is None for payload in payloads]]))
@@ -40,10 +40,10 @@ def lost_payload_error(
 
 
 def decode_stored(payload: bytes, rollout_id: bytes) -> Rollout:
-    """Decode what is stored of a rollout.
+    """Decode the stored payload of a rollout, and check its id.
 
     Raises:
-        WireError: it is damaged, or it is another rollout.
+        WireError: the payload is damaged, or belongs to another rollout.
     """
     rollout = decode_rollout(payload)
     if rollout.rollout_id != rollout_id:
@@ -52,10 +52,10 @@ def decode_stored(payload: bytes, rollout_id: bytes) -> Rollout:
 
 
 def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> list[Rollout]:
-    """Return rollouts as the index alone knows them, in place of damaged ones: failed, without tokens. [n]
+    """Return substitutes for damaged rollouts, built from the index alone: status failed, without tokens. [n]
 
     Args:
-        rows: [n] of the index as it is now.
+        rows: [n] row numbers of the rollouts in the current index.
     """
     columns = [index.column(name, rows).tolist() for name in ("prompt", "lineage", "step", "num_tokens")]
     found = []

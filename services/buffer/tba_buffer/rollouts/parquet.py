@@ -2,9 +2,9 @@
 
     groups of rollouts from Redis (queries.py)  ->  columns (arrow)  ->  one row group  ->  its bytes, sent at once
 
-So the memory of an export is that of a row group, however many rollouts there are. The metadata at the end of the file
+So an export needs the memory of one row group, however many rollouts there are. The metadata at the end of the file
 says how many are missing because they were evicted before they were read (EVICTED_KEY). pyarrow is the extra `parquet`
-of the service, and is imported with the first export.
+of the service, and the first export imports it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 GROUP_ROLLOUTS = 1000
 MAX_EXPORTS = 4
-"""Exports at once: each holds a row group, and decodes in a thread."""
+"""Most exports at once: each holds a row group in memory, and decodes in a thread."""
 BUSY_RETRY_S = 5.0
 READ_S = 60.0
-"""A reader that takes nothing for so long is cut off: it holds one of the exports, and its row group."""
+"""A client that reads nothing for this long is disconnected: it occupies one of MAX_EXPORTS, and its row group."""
 CHUNK_BYTES = 1 << 18
-"""Most bytes that are given to a connection at once, and wait there for its reader."""
+"""Most bytes handed to a connection at once; they stay in memory until the client reads them."""
 log = get_logger("exports")
 
 
@@ -58,8 +58,8 @@ class RolloutExports:
     """Writes stored rollouts as Parquet.
 
     Args:
-        reader: reads them.
-        catalog: has the data of prompts.
+        reader: reads the stored rollouts.
+        catalog: gives the data of prompts.
     """
 
     def __init__(self, reader: RolloutReader, catalog: Catalog) -> None:
@@ -68,13 +68,13 @@ class RolloutExports:
         self._num_running = 0
 
     async def parquet(self, wanted: ExportRequest) -> AsyncGenerator[bytes, None]:
-        """Return the bytes of a file as an iterator; rollouts that are evicted meanwhile are left out, and counted.
+        """Return an iterator over the bytes of a Parquet file. Rollouts evicted meanwhile are left out, and counted.
 
         Raises:
-            BadRequestError, NotFoundError: as `RolloutReader.page`.
-            BusyError: too many exports run.
+            BadRequestError, NotFoundError: as in `RolloutReader.page`.
+            BusyError: MAX_EXPORTS exports run already.
             NotInstalledError: there is no pyarrow.
-            UnavailableError: Redis did not answer; also while it iterates.
+            UnavailableError: Redis did not answer; the iterator may raise it too.
         """
         evicted: list[int] = []
         try:
@@ -120,7 +120,7 @@ class RolloutExports:
             self._num_running -= 1
 
     def _table(self, layout: pa.Schema, infos: Sequence[RolloutInfo], rollouts: Sequence[Rollout]) -> pa.Table:
-        """Return rollouts as columns."""
+        """Return rollouts as an arrow table with the columns of `layout`."""
         import pyarrow as pa
 
         rows: list[Mapping[str, Any]] = []
@@ -160,12 +160,12 @@ async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGene
 
 
 class ExportResponse(StreamingResponse):
-    """Sends an export, until its reader takes nothing for READ_S: uvicorn closes an answer that is not complete."""
+    """Streams an export. If the client reads nothing for READ_S, sending stops, and uvicorn closes the connection."""
 
     media_type = "application/vnd.apache.parquet"
 
     async def stream_response(self, send: Send) -> None:
-        """Send all of it, or what the reader takes."""
+        """Send the whole export, or stop when the client stops reading."""
 
         async def send_in_time(message: Message) -> None:
             try:
@@ -182,7 +182,7 @@ class ExportResponse(StreamingResponse):
 
 
 def schema(*, tokens: bool) -> pa.Schema:
-    """Return the columns of an export; docs/api.md describes them.
+    """Return the arrow schema of an export; docs/api.md describes its columns.
 
     Args:
         tokens: whether there are columns of tokens and log-probs.
@@ -229,7 +229,7 @@ def schema(*, tokens: bool) -> pa.Schema:
 
 
 class _Sink(io.RawIOBase):
-    """A file that only grows, and whose bytes are taken out while it does."""
+    """A file in memory for the Parquet writer; `take` removes the bytes written so far, so it stays small."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -250,6 +250,6 @@ class _Sink(io.RawIOBase):
         return self._num_written
 
     def take(self) -> bytes:
-        """Return what was written since the last call."""
+        """Return the bytes written since the last call, and drop them here."""
         parts, self._parts = self._parts, []
         return b"".join(parts)

@@ -26,12 +26,12 @@ from tba_buffer.rollouts.selection import MAX_PER_PAGE, MAX_TEXT_CHARS, Contains
 
 Numbers = NDArray[np.int64]
 CHARS_PER_TURN = 2_000_000
-"""Characters that `contains` looks through before other requests have their turn: a few milliseconds."""
+"""Characters that `contains` searches before it yields to other requests: a few milliseconds."""
 PROMPTS_PER_TURN = 10_000
 
 
 class PromptsRequest(BaseModel):
-    """The query of GET /v1/prompts. None: any."""
+    """The query of GET /v1/prompts. None: no filter."""
 
     split: Split | None = None
     task: Identifier = None
@@ -39,18 +39,18 @@ class PromptsRequest(BaseModel):
     order: PromptOrder = "upload"
     limit: int = Field(default=20, ge=1, le=MAX_PER_PAGE)
     after: int = Field(default=0, ge=0, le=2**53)
-    """Prompts of this order that were seen already."""
+    """Number of prompts to skip in this order."""
     text_chars: int = Field(default=1000, ge=0, le=MAX_TEXT_CHARS)
 
 
 class PromptReader:
-    """Reads prompts and what is stored of each."""
+    """Reads prompts, and the rewards of the stored rollouts of each."""
 
     def __init__(self, catalog: Catalog, view: IndexView) -> None:
         self._catalog, self._view = catalog, view
 
     async def page(self, request: PromptsRequest) -> PromptPage:
-        """Return one page. Pages are places in an order, which rewards and uploads change between two requests."""
+        """Return one page. `after` counts prompts, so new rewards and uploads between two pages may shift the order."""
         await self._view.catch_up()
         numbers = await self._matching(request)
         # now, since both may be read again during the pauses, when Redis was restored
@@ -78,7 +78,7 @@ class PromptReader:
         return PromptDetail(**self._fields(index, found[0], None), by_version=by_version(index, found[0]))
 
     async def _matching(self, request: PromptsRequest) -> Numbers:
-        """Return the numbers of the prompts that the filters let through, ascending."""
+        """Return the numbers of the prompts that pass the filters, ascending."""
         if request.split is None and request.task is None and request.contains is None:
             return np.arange(len(self._catalog.ids))
         wanted = None if request.contains is None else request.contains.casefold()
@@ -122,7 +122,7 @@ class PromptReader:
 
 
 def ordered(index: Index, numbers: Numbers, order: PromptOrder) -> Numbers:
-    """Return prompt numbers [n] in an order; equal ones in the order of their upload. [n]
+    """Sort prompt numbers [n] by `order`; ties in upload order, prompts without a mean reward last. [n]
 
     Args:
         numbers: ascending; some may have no rollouts.
@@ -149,7 +149,7 @@ def mean_rewards(index: Index) -> NDArray[np.float64]:
 
 
 def _values_of(values: NDArray, numbers: Numbers, absent: float) -> NDArray:
-    """Return the values [n] of prompt numbers [n]; `absent` for those that the index has not met yet."""
+    """Return values [n] of prompt numbers [n] from `values` [P]; `absent` for numbers that the index does not know."""
     found = np.full(len(numbers), absent, dtype=values.dtype)
     known = numbers < len(values)
     found[known] = values[numbers[known]]
@@ -157,7 +157,7 @@ def _values_of(values: NDArray, numbers: Numbers, absent: float) -> NDArray:
 
 
 def by_version(index: Index, number: int) -> list[PromptVersion]:
-    """Return the live rollouts of a prompt by policy version, oldest version first."""
+    """Return counts and mean reward of a prompt's live rollouts per policy version, oldest version first."""
     rows = index.prompt_rows(number, scored_only=False)
     columns = [index.column(name, rows).astype(np.int64) for name in ("lineage", "step")]
     versions, which = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Pushes: every item gets its own outcome, the valid ones are stored in one atomic call, then it is acknowledged."""
+"""Pushes: check every item, store the valid ones in one atomic call, then answer with one outcome per item."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context, RunHash
 
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
-"""Most bytes of pushes that are being read or stored at once; storing takes about four times these of memory."""
+"""Most bytes of push bodies that are read or stored at once; storing a body takes about four times its size."""
 RETRY_S = 0.5
 NEW = ord("n")
 OUTCOMES = {"n": "new", "d": "duplicate", "c": "refused", "l": "refused"}
@@ -43,7 +43,7 @@ class ItemOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefusedItem(NamedTuple):
-    """One item may not be stored; it is counted under `code`. Damaged items have no id."""
+    """An item that may not be stored, counted under `code`. A damaged item has no `rollout`."""
 
     code: str
     detail: str
@@ -56,7 +56,7 @@ class RolloutWriter:
     Args:
         context: Redis and settings.
         catalog: the prompts that rollouts may answer.
-        lineages: the lineages that may have made them.
+        lineages: the lineages whose versions may have sampled rollouts.
         evictor: evicts what exceeds the limits before a push is acknowledged.
     """
 
@@ -70,15 +70,15 @@ class RolloutWriter:
 
     @property
     def refuse_reason(self) -> str | None:
-        """Why nothing is stored now: this process is not the owner, or Redis could lose it. None: pushes are stored."""
+        """Why pushes are refused: Redis is full or could lose them, or another process owns the run; else None."""
         return self._context.durability.problem or self._context.epoch.refused
 
     async def push(self, payloads: Sequence[bytes]) -> tuple[list[ItemOutcome], RunHash]:
-        """Store the valid items. Return one outcome per item, in order, and the state and sampling version of the run.
+        """Store the valid items. Return one outcome per item, in order, and a RunHash of state and sampling version.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis could not make them durable; nothing is acknowledged.
+            UnavailableError: Redis could not store them durably; nothing is acknowledged.
         """
         if self.refuse_reason is not None:
             raise UnavailableError(f"nothing is stored now: {self.refuse_reason}")
@@ -166,7 +166,7 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
     Args:
         prompt: the number of its prompt.
         num_bytes: the size of its payload.
-        hashes_tokens: whether `buffer.deduplicate` asks for a hash of its tokens.
+        hashes_tokens: whether to hash the response tokens, as `buffer.deduplicate` needs.
     """
     token_hash = 0  # not hashed
     if hashes_tokens:
@@ -199,12 +199,12 @@ class PushAdmission:
 
     @contextmanager
     def admit(self, request: Request) -> Iterator[None]:
-        """Hold room for a body from before it is read until it is stored.
+        """Reserve memory for a push body, from before it is read until it is stored.
 
         A body of unknown size counts as the largest that is allowed.
 
         Raises:
-            BusyError: too much is under way (wait "push-memory"); nothing of the body was read.
+            BusyError: MAX_INFLIGHT_BYTES are in use (wait "push-memory"); nothing of the body was read.
         """
         declared = request.headers.get("content-length", "")
         num_bytes = int(declared) if declared.isdigit() else self._max_body_bytes

@@ -53,7 +53,7 @@ from tba_buffer.storage.redis_client import redis_errors
 MAX_READ = 20_000
 """Most rollouts that one page reads to find those that pass a filter of their payloads."""
 MAX_SCANS = 4
-"""Such pages at once; further ones wait. Each holds a chunk, and keeps Redis and a thread busy."""
+"""Most such pages that are read at once; further ones wait. Each holds a chunk, and keeps Redis and a thread busy."""
 CHUNK_ROLLOUTS = 500
 CHUNK_BYTES = 32 * 1024 * 1024
 """Most payload bytes in memory at once (a larger payload is a chunk of its own)."""
@@ -84,12 +84,12 @@ class RolloutReader:
 
     Args:
         context: Redis and settings.
-        catalog: numbers the prompts.
-        view: the index.
-        lineages: measure the policy age.
-        run_state: says where the trainer stands.
-        trained_steps: say which steps consumed a rollout.
-        token_texts: give the texts of tokens.
+        catalog: gives the numbers and texts of prompts.
+        view: gives the index.
+        lineages: give the policy age of a version.
+        run_state: gives the last acked step.
+        trained_steps: give the steps that consumed a rollout.
+        token_texts: give the text of each token.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class RolloutReader:
         """Return one page; rollouts that are evicted while it is read are left out.
 
         Raises:
-            BadRequestError: the cursor cannot be used, bounds exclude each other, or an order by reward of rollouts
-                that have none.
+            BadRequestError: the cursor cannot be used, bounds exclude each other, or `order` goes by reward but
+                `status` selects rollouts without one.
             NotFoundError: no prompt has this id.
         """
         selection = Selection.of(request, self._catalog, order=request.order, cursor=request.cursor)
@@ -158,8 +158,8 @@ class RolloutReader:
         CHUNK_BYTES; the last one may be smaller.
 
         Args:
-            on_evicted: called with a number of rollouts that were evicted before they were read, and are left out. Of
-                these nobody knows whether they pass a filter of what only payloads hold.
+            on_evicted: called with the number of rollouts that are left out because they were evicted before they were
+                read. They count even if a filter that needs payloads would have excluded them.
 
         Raises:
             BadRequestError, NotFoundError: as `page`.
@@ -196,12 +196,12 @@ class RolloutReader:
         num_first: int,
         on_evicted: Callable[[int], None] = lambda _: None,
     ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
-        """Read the rollouts at log positions in chunks: of `num_first`, then of twice as many, ...
+        """Read the rollouts at log positions in chunks: `num_first`, then twice as many each time, to CHUNK_ROLLOUTS.
 
         A chunk has CHUNK_BYTES at most, or one rollout. Those that are evicted are left out.
 
         Yields:
-            How many positions are read so far, and the matching rollouts of this chunk.
+            The number of positions read so far, and the matching rollouts of this chunk.
         """
         num_read, num = 0, num_first
         while num_read < len(positions):
@@ -229,7 +229,7 @@ class RolloutReader:
             yield num_read, stored
 
     async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
-        """Decode stored rollouts; the index's placeholders stand for damaged ones, so that people see them."""
+        """Decode stored rollouts. Placeholders from the index replace damaged ones, so that people see them."""
         decoded = await in_thread(lambda: [_decode(item.payload, item.rollout_id) for item in stored])
         damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
         rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))
@@ -244,10 +244,10 @@ class RolloutReader:
     async def infos(
         self, rollouts: Sequence[tuple[StoredRollout, Rollout]], *, text_chars: int | None
     ) -> list[RolloutInfo]:
-        """Return rollouts as they are shown.
+        """Convert rollouts to the JSON bodies of the API.
 
         Args:
-            text_chars: longer texts are cut; None: they are whole.
+            text_chars: longer texts are cut to this length; None: no text is cut.
         """
         run = await self._run_state.read_fields()
         # in a thread: an export asks for a thousand at once
@@ -259,10 +259,10 @@ class RolloutReader:
         )
 
     async def get(self, rollout_id: str) -> RolloutDetail:
-        """Return everything that is stored of one rollout.
+        """Return everything that is stored about one rollout.
 
         Raises:
-            NotFoundError: it is not stored (now).
+            NotFoundError: it is not stored now, or it is damaged and not in the log.
         """
         with redis_errors("read a rollout"):
             payload = await self._context.redis.hget(self._context.keys.payloads, bytes.fromhex(rollout_id))

@@ -1,7 +1,7 @@
-"""Which stored rollouts a query is about, and in which order: rows of the index, and the cursors between pages.
+"""Select the stored rollouts of a query in its order, as rows of the index, and make the cursors between pages.
 
 filters that the index holds (prompt, task, versions, status, rewards)  ->  `select_rows`, vectorised
-filters of what only payloads hold (searcher, finish reason, texts)     ->  `PayloadFilter`, payload by payload
+filters that need the payloads (searcher, finish reason, texts)         ->  `PayloadFilter`, payload by payload
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ RewardBound = Annotated[float | None, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 class RolloutFilter(BaseModel):
-    """The filters of GET /v1/rollouts as they came in; None: any. Bounds are inclusive.
+    """The filters of GET /v1/rollouts as the client sent them; None: no filter. Bounds are inclusive.
 
-    `min_reward` and `max_reward` select scored rollouts. `contains` is looked for in the response and in the prompt,
-    whatever the case.
+    `min_reward` and `max_reward` select scored rollouts. `contains` is searched in the response and in the prompt,
+    ignoring case.
     """
 
     prompt_id: Identifier = None
@@ -63,7 +63,7 @@ class RolloutFilter(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rollouts to select by the index, and their order. None: any. `best` and `worst` select scored ones only."""
+    """The filters that the index answers, and the order. None: no filter. `best` and `worst` exclude unscored ones."""
 
     order: RolloutOrder = "newest"
     prompt: int | None = None
@@ -79,11 +79,11 @@ class Selection:
 
     @classmethod
     def of(cls, wanted: RolloutFilter, catalog: Catalog, *, order: RolloutOrder, cursor: str | None) -> Selection:
-        """Return the selection of a request.
+        """Check the filters of a request, and return its selection.
 
         Raises:
-            BadRequestError: the cursor cannot be used, bounds exclude each other, or an order by reward of rollouts
-                that have none.
+            BadRequestError: the cursor cannot be used, bounds exclude each other, or `order` goes by reward but
+                `status` selects rollouts without one.
             NotFoundError: no prompt has this id.
         """
         prompt = None
@@ -186,7 +186,7 @@ def _matching(index: Index, rows: Rows, selection: Selection) -> Rows:
 
 
 class _Glance(msgspec.Struct, gc=False):
-    """The fields of a stored rollout that filters ask for; the others are skipped."""
+    """The fields of a stored rollout that the filters need; the others are not decoded."""
 
     prompt_id: str
     response_text: str
@@ -201,8 +201,8 @@ class PayloadFilter:
     """The filters that the index cannot answer.
 
     Args:
-        wanted: the request.
-        catalog: has the texts of prompts.
+        wanted: the filters of the request.
+        catalog: gives the texts of prompts.
     """
 
     def __init__(self, wanted: RolloutFilter, catalog: Catalog) -> None:
@@ -210,7 +210,7 @@ class PayloadFilter:
         self._text = None if wanted.contains is None else wanted.contains.casefold()
         self._catalog = catalog
         self._prompts: dict[str, bool] = {}
-        """Prompt id -> whether its text has the wanted one: rollouts of one prompt come many times."""
+        """Cache: prompt id -> whether the prompt's text contains the text searched for."""
 
     @property
     def is_needed(self) -> bool:
@@ -218,7 +218,7 @@ class PayloadFilter:
         return any(part is not None for part in (self._searcher_id, self._finish_reason, self._text))
 
     def matches(self, payload: bytes) -> bool:
-        """Return whether a stored rollout passes; of a damaged one nobody knows, so it does not."""
+        """Return whether a stored rollout passes the filters; a damaged one never does."""
         try:
             seen = _GLANCES.decode(payload)
         except DAMAGE_ERRORS:
@@ -238,9 +238,9 @@ class PayloadFilter:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The end of a page, for clients an opaque text: reward and log position of its last item.
+    """The end of a page: reward and log position of its last item. Clients get it as an opaque text.
 
-    The reward is 0 where rewards do not order the items. A cursor holds no count: so pushes and evictions between two
+    The reward is 0 if rewards do not order the items. A cursor holds no offset, so pushes and evictions between two
     pages neither repeat an item nor skip one. Only an item that is scored again meanwhile may move.
     """
 
@@ -254,7 +254,7 @@ class Cursor:
 
 
 def parse_cursor(text: str, order: RolloutOrder) -> Cursor:
-    """Read a cursor of this order.
+    """Parse the text of a cursor, and check that it was made for `order`.
 
     Raises:
         BadRequestError: it was not made by this service, or for another order.

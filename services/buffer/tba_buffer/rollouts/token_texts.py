@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "tokenizer.json"
 RETRY_S = 30.0
-"""Pause after a load that failed and may succeed later."""
+"""Pause after a load of the tokenizer that failed and may succeed later."""
 LOAD_WAIT_S = 3.0
-"""How long a request waits for a load. A slower one continues, and the requests after it have its result."""
+"""How long a request waits for the tokenizer. A slower load continues in the background for later requests."""
 MAX_PENDING = 16
-"""Most tokens that wait for the end of a character, which has four bytes at most. With more they are no text."""
+"""Most tokens in a row without the end of a character (at most four bytes). After more, their bytes are no text."""
 log = get_logger("token_texts")
 
 
 class TokenTexts:
-    """Gives the texts of tokens, if the tokenizer of the run's model can be had."""
+    """Gives the texts of tokens, if the tokenizer of the run's model can be loaded."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class TokenTexts:
         self._problem = ""
 
     async def of(self, tokens: list[int]) -> list[str] | None:
-        """Return the text that each token adds [n]; None: there is no tokenizer, and the log says why."""
+        """Return the text that each token adds [n]; None if no tokenizer is loaded within LOAD_WAIT_S."""
         if self._tokenizer is None:
             if self._loading is None or self._loading.done():
                 if time.monotonic() < self._due_s:
@@ -91,8 +91,8 @@ def load_tokenizer(store: StoreSection, run: str, version: PolicyVersion) -> Tok
 def texts_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     """Return the text that each token adds. [n]
 
-    A token that ends in the middle of a character adds "", and the one that completes it adds the character. Bytes that
-    are no text come with a later token; tokens that the tokenizer does not know add nothing.
+    A token that ends in the middle of a character adds "", and the token that completes the character adds it. Bytes
+    that are no text are decoded with a later token. Tokens that the tokenizer does not know add nothing.
     """
     from tokenizers.decoders import DecodeStream
 

@@ -1,7 +1,7 @@
-"""What each of the newest steps made of the rollouts that it consumed: A_j and the mean weight of their tokens.
+"""Records of the newest optimizer steps: the advantage A_j and the mean token weight of each consumed rollout.
 
-The trainer reports it with its ack; ack.lua stores one record per step, beside the line of the ledger, and keeps the
-newest MAX_TRAINED_STEPS. Nothing but GET /v1/rollouts/{rollout_id} reads them: they are for people.
+The trainer reports these values with its ack. ack.lua stores one record per step, beside the line of the ledger, and
+keeps the newest MAX_TRAINED_STEPS. Only GET /v1/rollouts/{rollout_id} reads them: they are for people.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tba_buffer.storage.context import Context, RunHash, needed
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_TRAINED_STEPS = 2000
-"""The newest steps whose rollouts have a record: 24 bytes per rollout, in Redis."""
+"""How many of the newest steps have a record in Redis: 24 bytes per rollout."""
 ID_BYTES = 16
 DROPPED = "trained_steps:dropped"
-"""The counter of records that ack.lua has trimmed: the position of the first stored one."""
+"""The counter of records that ack.lua has trimmed."""
 RECORDS_PER_READ = 32
 """A record has 12 KB with 512 rollouts, and at most 1.6 MB."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One step. The columns are packed: 16 bytes per id, then float32 (little-endian, NaN for none)."""
+    """One acked step. Per rollout: 16 bytes of id, a float32 advantage and weight (little-endian; NaN: none)."""
 
     # array_like: the order of the fields is the stored format, so new ones come last and have a default
     lineage: int
@@ -46,7 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
         return PolicyVersion(self.lineage, self.step)
 
     def rows_of(self, rollout_id: bytes) -> Iterator[int]:
-        """Yield the rows of a rollout; there are several where slots of the batch have drawn it twice."""
+        """Yield the places of a rollout in the columns; there are several if it was drawn more than once."""
         at = self.rollout_ids.find(rollout_id)
         while at >= 0:
             if at % ID_BYTES == 0:  # else the end of an id and the beginning of the next one
@@ -58,7 +58,7 @@ _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepReco
 
 
 def encode_trained(request: AckRequest, *, acked_at_s: float) -> bytes:
-    """Encode what an ack reports of its rollouts; empty where it reports none."""
+    """Encode the values that an ack reports per rollout as a StepRecord; b"" if it reports none."""
     trained = request.trained
     if trained is None or not trained.rollout_ids:
         return b""
@@ -76,10 +76,10 @@ def encode_trained(request: AckRequest, *, acked_at_s: float) -> bytes:
 
 
 def decode_trained(data: bytes) -> StepRecord:
-    """Read what `encode_trained` wrote.
+    """Decode the bytes of `encode_trained`.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: they are damaged.
     """
     record = _DECODER.decode(data)
     num, rest = divmod(len(record.rollout_ids), ID_BYTES)
@@ -91,13 +91,13 @@ def decode_trained(data: bytes) -> StepRecord:
 
 
 def _number(column: bytes, row: int) -> float | None:
-    """Return a number as the trainer has sent it, with 6 significant digits; None for NaN."""
+    """Return the float32 at place `row` of a packed column, rounded to 6 significant digits; None for NaN."""
     value = float(np.frombuffer(column, dtype="<f4", count=1, offset=4 * row)[0])
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 class TrainedSteps:
-    """Reads the records of Redis page by page, and caches none: requests for one rollout are rare.
+    """Reads the records from Redis page by page, and caches none, because requests for one rollout are rare.
 
     Args:
         context: Redis and settings.
@@ -108,7 +108,7 @@ class TrainedSteps:
         self._context, self._lineages = context, lineages
 
     async def of(self, rollout_id: bytes) -> tuple[list[TrainedStep], str | None]:
-        """Return the kept steps that consumed a rollout, oldest first, and the oldest step that is kept of all.
+        """Return the recorded steps that consumed a rollout, oldest first, and the version of the oldest record.
 
         O(kept rollouts): about 0.1 s for 2,000 steps of 512.
         """

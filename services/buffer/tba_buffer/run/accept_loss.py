@@ -1,4 +1,4 @@
-"""Refuse writes while Redis lacks what this run acknowledged, and recover.
+"""Refuse writes while Redis lacks acknowledged changes of this run, and recover.
 
 The durability check finds a loss, and nothing is written until an operator accepts it (`tba buffer accept-loss`) or
 Redis is restored.
@@ -18,33 +18,33 @@ log = get_logger("buffer")
 
 
 class LossRecovery:
-    """Refuses and accepts losses; hooks itself into the durability check of the context.
+    """Refuses writes after a loss, and accepts losses; sets the hooks of the context's durability check.
 
     Args:
         context: Redis and settings.
-        view: read again once a loss is accepted or repaired.
+        view: its index is rebuilt once a loss is accepted or repaired.
     """
 
     def __init__(self, context: Context, view: IndexView) -> None:
         self._context = context
         self._view = view
         self._is_stale = False
-        """The index is of a Redis that had lost data, and has not been read again."""
+        """Whether the index was read from a Redis that had lost data, and was not rebuilt since."""
         self._accepting = asyncio.Lock()
         context.durability.on_checked = self._compare
         context.durability.on_restarted = view.verify
 
     @property
     def loss(self) -> str | None:
-        """The acknowledged changes that Redis has lost, while nobody has accepted the loss."""
+        """A sentence about the acknowledged changes that Redis has lost, until somebody accepts the loss; else None."""
         return self._context.losses.problem or self._context.durability.damaged
 
     async def accept(self, role: AuditRole, reason: str | None) -> None:
-        """Continue with what Redis has, without what it has lost; nothing changes when nothing is lost.
+        """Accept the current loss: continue with the data that Redis still has. Without a loss, change nothing.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer, or does not have a whole log.
+            UnavailableError: Redis did not answer, or a part of its log is missing.
         """
         context = self._context
         async with self._accepting:  # of two at once, the second finds nothing to accept
@@ -63,7 +63,7 @@ class LossRecovery:
             context.notify_all()
 
     async def _compare(self) -> str | None:
-        """Return what Redis has lost; part of each durability check."""
+        """Return a sentence about what Redis has lost, or None; rebuild the index once a loss is repaired."""
         losses = self._context.losses
         before, problem = losses.problem, await losses.check()
         if problem is not None:

@@ -1,7 +1,7 @@
-"""How long the components of the run have been there, by kind.
+"""Count the seconds that components of the run were alive, by kind.
 
 Every heartbeat adds the time since the one before it, at most HEARTBEAT_TIMEOUT_S. The buffer that owns the
-run holds the totals and writes them with each heartbeat, so a write that is repeated, or lost, changes nothing.
+run holds the totals and writes them with each heartbeat, so a repeated or lost write does no harm.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def read_times(context: Context, raw: Mapping[bytes, bytes]) -> dict[str, float]
 
 
 class ComponentTimes:
-    """Counts how long components have been there.
+    """Counts the seconds that components were alive, per kind.
 
     Args:
         context: Redis and settings.
-        ended: states in which a component ends: it is not there any more afterwards.
+        ended: states of a component that has ended; its time stops there.
     """
 
     def __init__(self, context: Context, ended: Collection[str]) -> None:
         self._context, self._ended = context, ended
         self._heard_at_s: dict[tuple[str, str], float] = {}
-        """Kind and id of a component -> its last heartbeat; without those that have ended."""
+        """(kind, id) of a component -> Unix seconds of its last heartbeat; without components that have ended."""
         self._seconds: dict[str, float] = {}
         self._has_begun = False
         self._beginning = asyncio.Lock()
 
     async def begin(self) -> None:
-        """Continue from what Redis has, once.
+        """Read the totals and the last heartbeats from Redis, at the first call only.
 
         Raises:
             UnavailableError: Redis did not answer, or its times cannot be read.
@@ -64,7 +64,7 @@ class ComponentTimes:
                 self._hear_again(name.decode(errors="replace"), text)
 
     def _hear_again(self, component_id: str, text: bytes) -> None:
-        """Remember the heartbeat that was stored last. A damaged one is none."""
+        """Take the time of a component's last heartbeat from its stored JSON; ignore a damaged one."""
         try:
             fields = json.loads(text)
             if fields["state"] not in self._ended:
@@ -73,7 +73,7 @@ class ComponentTimes:
             return
 
     def add(self, beat: Heartbeat) -> dict[bytes, str]:
-        """Count a heartbeat. Return the fields to write with it: none while this process may not write.
+        """Count a heartbeat. Return the fields of `component_times` to write; {} while this process may not write.
 
         `begin` must have been called.
         """

@@ -1,7 +1,7 @@
 """The components of the run, and what each of them waits for.
 
-Components      searchers, trainers and launchers as their last heartbeat in Redis shows them, and the services (this
-                one, and the reward service as a probe finds it) as `services` describes them
+Components      searchers, trainers and launchers from their last heartbeats in Redis; and the services (`services`):
+                this one, and the reward service as its probe finds it
 TrainerWaits    how long trainers have waited, by the name of the wait: a counter of the run in Redis
 absent_trainer  the sentence that people see while no trainer is there
 """
@@ -25,7 +25,7 @@ from tba_buffer.storage.redis_client import redis_errors
 
 MAX_NAMES = 64
 MAX_TRAINERS = 64
-"""Trainers whose waits are remembered, the newest: no more than a trainer and its successor overlap."""
+"""How many of the newest trainers are remembered with their waits; only a trainer and its successor overlap."""
 OTHER_NAMES = "other"
 _TOTAL = b"total:"
 ABSENT_AFTER_S = 60.0
@@ -34,22 +34,22 @@ OVER: tuple[RunState, ...] = ("done", "failed")
 _LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
 FORGET_AFTER_S = 3600.0
 MAX_SEARCHERS_SHOWN = 1024
-"""Most searchers that are remembered by their heartbeats. One more takes the place of one that has ended or is silent.
-Where all are alive its heartbeats are refused (429, wait `component-slots`), and it works without being shown."""
+"""Most searchers that are remembered by their heartbeats. A further one replaces one that has ended or is silent. If
+all are alive, its heartbeats are refused (429, wait `component-slots`), and it works without being shown."""
 MAX_OTHERS = 64
-"""Most trainers, and most components of any other kind but searchers, that are remembered."""
+"""Most components of each other kind that are remembered."""
 
 
 @dataclass(slots=True)
 class HeldWait:
-    """A long poll that this service holds open; times are those of `time.monotonic`."""
+    """A wait of this service, or of a request that it holds open; times are those of `time.monotonic`."""
 
     owner: str
     name: str
     since_s: float
     deadline_s: float
     kind: str = "buffer"
-    """Of the owner."""
+    """Kind of the owner."""
 
     def info(self) -> WaitInfo:
         """Return the wait as GET /v1/run shows it now."""
@@ -85,14 +85,14 @@ class Components:
         self.trainer_waits = TrainerWaits(context)
         self.times = ComponentTimes(context, ENDED)
         self.services: list[Callable[[], ComponentInfo]] = []
-        """Describe the services now."""
+        """Functions that return the current state of one service each."""
 
     async def beat(self, beat: Heartbeat) -> None:
-        """Store a heartbeat.
+        """Store a heartbeat, and count the component's time and, of a trainer, its waits.
 
         Raises:
             ConflictError: it belongs to another run.
-            BusyError: as many components as are remembered are alive.
+            BusyError: as many components of this kind as can be remembered are alive.
             ForbiddenError: a component of another kind has the id.
         """
         if beat.run != self._context.run:
@@ -161,13 +161,13 @@ class Components:
 
     @contextmanager
     def waiting(self, owner: str, name: str, deadline_s: float, *, kind: str = "buffer") -> Iterator[HeldWait]:
-        """Show a long poll in GET /v1/run while it is open.
+        """Show a wait in GET /v1/run while the context is open.
 
         Args:
             owner: the id of the component that waits.
-            name: of the wait; the caller may change it while it waits.
-            deadline_s: when it ends at the latest (`time.monotonic`).
-            kind: of the owner.
+            name: the name of the wait; the caller may change it in the HeldWait.
+            deadline_s: when the wait ends at the latest (`time.monotonic`).
+            kind: the kind of the owner.
         """
         held = HeldWait(owner, name, time.monotonic(), deadline_s, kind)
         self._held.append(held)
@@ -177,7 +177,7 @@ class Components:
             self._held.remove(held)
 
     def held_wait(self) -> ComponentWait | None:
-        """Return the oldest wait of this service itself."""
+        """Return the oldest wait of this service itself, or None."""
         own = [held for held in self._held if held.kind == "buffer"]
         if not own:
             return None
@@ -185,10 +185,10 @@ class Components:
         return ComponentWait(name=info.name, for_s=info.for_s, deadline_in_s=info.deadline_in_s)
 
     async def read(self) -> tuple[list[ComponentInfo], list[WaitInfo]]:
-        """Return the components by id, then the services; and the waits of those alive and of this service's polls.
+        """Return the components by id, then the services; and the waits of the components alive and of this service.
 
-        Components that have been silent for FORGET_AFTER_S are forgotten, but not by a read-only buffer: it shows those
-        that were there at the end, as silent.
+        Components that have been silent for FORGET_AFTER_S are deleted from Redis. A read-only buffer deletes none: it
+        shows the components that were alive at the end of the run as silent.
         """
         key, now = self._context.keys.components, self._context.clock()
         with redis_errors("read the components"):
@@ -218,7 +218,7 @@ class Components:
         return [*infos, *(describe() for describe in self.services)], waits
 
     def _info(self, component_id: str, text: bytes) -> ComponentInfo:
-        """Return a component as its last heartbeat showed it."""
+        """Return a component from the stored JSON of its last heartbeat."""
         fields: dict[str, Any] = json.loads(text)
         age_s = max(0.0, self._context.clock() - fields["at_s"])
         # nothing of a run that is over is alive, also when its files are younger than the timeout
@@ -244,17 +244,17 @@ class TrainerWaits:
 
     Every heartbeat of a trainer says how long its process has waited so far (gauges `waited_s:<name>`) and when it
     started (`started_at_s`). count_waits.lua counts the differences, so the counter survives the death of trainer,
-    buffer and Redis. Only what a killed trainer waited after its last heartbeat is not known.
+    buffer and Redis. Only the waits of a killed trainer after its last heartbeat are unknown.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
 
     async def count(self, beat: Heartbeat) -> None:
-        """Count what a heartbeat adds. The same one again changes nothing.
+        """Add the waits since a trainer's last counted heartbeat to the totals. A repeated heartbeat adds nothing.
 
         Raises:
-            UnavailableError: Redis did not answer; the next heartbeat has it all.
+            UnavailableError: Redis did not answer; the next heartbeat makes up for it.
         """
         waited = {
             name.removeprefix(WAITED_S): value for name, value in beat.gauges.items() if name.startswith(WAITED_S)
@@ -273,7 +273,7 @@ class TrainerWaits:
         )
 
     async def totals(self) -> dict[str, float]:
-        """Return name of the wait -> seconds, since the run began."""
+        """Return name of the wait -> seconds that trainers have waited since the run began."""
         with redis_errors("read the waits of the trainers"):
             raw = await self._context.redis.hgetall(self._context.keys.trainer_waits)
         found: dict[str, float] = {}
@@ -294,9 +294,9 @@ def absent_trainer(
     since the next one continues the run. Searchers generate until flow control stops them.
 
     Args:
-        step: the last acked one.
-        had_trainer: whether the run ever had one.
-        watched_s: how long this buffer has been there to hear of one.
+        step: the last acked step.
+        had_trainer: whether the run ever had a trainer.
+        watched_s: seconds since this buffer began to receive heartbeats.
     """
     # a trainer that waited for this buffer is heard of in a moment
     if state in OVER or watched_s <= ABSENT_AFTER_S:

@@ -7,8 +7,8 @@ any -> done, failed                done, fail (the trainer with the active token
 running -> failed                  the buffer itself: a reward function raises for every item
 stopping, done, failed -> running  a new lineage: a trainer starts again
 
-A rollback that waits (run/rollback.py) forbids `done`; a stop or a failure withdraws it.
-Every change is a line of the audit, written in the same call.
+A pending rollback (run/rollback.py) forbids `done`; a stop or a failure withdraws it.
+Every change adds a line to the audit in the same call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunControl:
 
     Args:
         context: Redis and settings.
-        state: reads the run.
+        state: reads the state of the run.
     """
 
     def __init__(self, context: Context, state: RunStateReader) -> None:
@@ -49,20 +49,20 @@ class RunControl:
         self._state = state
 
     async def changes(self, *, after: int, limit: int = MAX_CHANGES_PER_PAGE) -> RunChanges:
-        """Return at most `limit` changes of the state after one of them, oldest first."""
+        """Return at most `limit` changes of the state after change number `after`, oldest first."""
         key = self._context.keys.run_changes
         changes, more = await read_lines(self._context, key, RunChange, after=after, limit=limit)
         return RunChanges(changes=changes, next=more)
 
     async def command(self, name: Command, command: RunCommand, role: Role) -> None:
-        """Change the state. A repeated command changes nothing.
+        """Change the state of the run. A command to the state that the run has already changes nothing.
 
         Args:
             role: who asks, for the audit.
 
         Raises:
             FencedError: done or fail without the active token; any command with another token.
-            RollbackError: done, while a rollback waits for the trainer.
+            RollbackError: done, while a rollback is pending.
             ConflictError: the state does not allow it.
         """
         _, allowed_from, needs_token = COMMANDS[name]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ScalingFailure(Exception):
-    """The API did not do what it was asked. This is noted and tried again, and never leaves the package.
+    """A call of the Kubernetes API failed. The scaling task records it and tries again; it never leaves the package.
 
     Args:
         reason: one word, as `tba_scaling_failures_total` counts it.
@@ -52,7 +52,7 @@ class Deployment:
 
     Args:
         recipe: its `scaling` section names the Deployment.
-        environ: where Kubernetes says where its API is; default: the process environment.
+        environ: environment variables with the address of the API; default: the process environment.
         account: folder of the service account; default: where Kubernetes mounts it.
 
     Raises:
@@ -94,22 +94,22 @@ class Deployment:
 
     @property
     def where(self) -> str:
-        """The Deployment, in the words of messages."""
+        """Name and namespace of the Deployment, for messages."""
         return f"Deployment {self.name!r} in namespace {self.namespace!r}"
 
     def replicas(self) -> int:
-        """Return the replicas that the Deployment asks for.
+        """Read the number of replicas in the Deployment's spec from the API.
 
         Raises:
-            ScalingFailure: the API did not answer that.
+            ScalingFailure: the call failed.
         """
         return self._call("read", lambda api, t: api.read_namespaced_deployment_scale(self.name, self.namespace, **t))
 
     def set_replicas(self, num: int) -> int:
-        """Set the replicas; return the number that the API took.
+        """Set the number of replicas through the API; return the number that the API confirms.
 
         Raises:
-            ScalingFailure: the API did not do so.
+            ScalingFailure: the call failed.
         """
         body = {"spec": {"replicas": num}}
         return self._call(

@@ -20,7 +20,7 @@ from tba_buffer.storage.redis_client import redis_errors
 
 
 def fenced(what: str) -> FencedError:
-    """Return the error of a stale token."""
+    """Return the error for a stale token; `what` names the refused action."""
     return FencedError(f"{what} was refused: a newer trainer start owns this run; stop this trainer")
 
 
@@ -28,8 +28,8 @@ def rollback_waits(what: str, waiting: RollbackInfo | bytes) -> RollbackError:
     """Return the error that tells a trainer to roll back.
 
     Args:
-        what: was refused.
-        waiting: the rollback, or its stored text.
+        what: the refused action.
+        waiting: the pending rollback, or its stored JSON.
     """
     if isinstance(waiting, bytes):
         try:
@@ -48,7 +48,7 @@ def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
 
 
 class Lineages:
-    """The lineage table, and the acts that need the active token."""
+    """The lineage table, and the writes that change it or need the active token."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -56,7 +56,7 @@ class Lineages:
         self._active = self.history(START.lineage)
 
     async def load(self) -> None:
-        """Read the table."""
+        """Read the lineage table from Redis."""
         with redis_errors("read the lineages"):
             raw = await self._context.redis.hgetall(self._context.keys.lineages)
         parents: dict[int, PolicyVersion] = {}
@@ -72,7 +72,7 @@ class Lineages:
         return lineage in self.tree.parents
 
     def history(self, lineage: int) -> dict[int, int]:
-        """Return lineage -> the last step of it in the history of `lineage`; its own steps are not bounded."""
+        """Return ancestor -> its last step in the history of `lineage`, and `lineage` -> a step beyond all others."""
         # from a step beyond all others: so the own steps of the lineage are in its history
         path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
         return {version.lineage: version.step for version in path}
@@ -82,13 +82,13 @@ class Lineages:
         return version.step > self._active.get(version.lineage, -1)
 
     async def new(self, request: LineageRequest) -> LineageReply:
-        """Start a trainer from `request.parent`. A request id that took a lineage before gets that one again.
+        """Start a lineage for a trainer from `request.parent`. A repeated request id gets the lineage that it took.
 
-        A registered checkpoint after the parent is replaced by the parent's, or by none, in the same call, and the
-        rollback that it obeys no longer waits.
+        In the same call, a registered checkpoint with a later step than the parent is replaced by the parent's or
+        removed, and the rollback that the start obeys is no longer pending.
 
         Raises:
-            ConflictError: the rollback that it obeys does not wait, and nothing was changed: the trainer reads the run
+            ConflictError: the rollback to obey is no longer pending, and nothing was changed: the trainer reads the run
                 again. Or no trainer made the parent version: it is not the start of its lineage, and was neither
                 acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
             SupersededError: this buffer process does not own the run.
@@ -149,7 +149,7 @@ class Lineages:
         return LineageReply(lineage=lineage, token=token)
 
     async def publish(self, request: VersionRequest) -> int:
-        """Publish a version: announce it in the log. Return its log position, also of a late repeat.
+        """Announce a version in the log; return the announcement's log position, for a late repeat the same one.
 
         Raises:
             FencedError: a newer lineage owns the run.
@@ -170,11 +170,11 @@ class Lineages:
         return int(reply[1])
 
     async def checkpoint(self, request: CheckpointRequest) -> None:
-        """Register a complete checkpoint.
+        """Register a complete checkpoint as the one that a resume starts from.
 
         Raises:
             FencedError: a newer lineage owns the run.
-            RollbackError: a rollback waits. Trainers delete old checkpoints after this call, and its one must stay.
+            RollbackError: a rollback is pending. Trainers delete old checkpoints after this call; its one must stay.
             ConflictError: the version is not in the history of the active lineage.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"

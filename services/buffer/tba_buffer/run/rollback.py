@@ -2,14 +2,14 @@
 
     POST /v1/run -> rollback.lua: fields of the run hash, and a line of the audit
     draws, acks, checkpoints, `done` of the trainer -> RollbackError, until it starts a lineage that obeys the request
-    POST /v1/lineages -> start_lineage.lua: the fields are gone, in the call that makes the lineage
+    POST /v1/lineages -> start_lineage.lua: removes the fields, in the call that starts the lineage
 
-So the request outlives every process, and is done once. It waits only while the run is running or paused: a stop or a
-failure withdraws it. A paused run rolls back at once and stays paused.
+So the request outlives every process, and is obeyed once. It is pending only while the run is running or paused: a stop
+or a failure withdraws it. A paused run rolls back at once and stays paused.
 
-Which checkpoints there are is read off the object store, as the trainer does. Those that it no longer keeps are not
-offered: it says which it keeps as it registers a checkpoint, in a call that a waiting rollback refuses, and deletes the
-others only then. A request whose list is older than that, or than the lineage, is answered from a new list.
+The object store lists the checkpoints, as for the trainer. Only those that the trainer keeps are offered. It names them
+when it registers a checkpoint, and deletes the others only afterwards; a pending rollback refuses that call. If kept
+checkpoints or lineage change while a request is handled, the checkpoints are listed again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = get_logger("rollback")
 
 
 class Rollbacks:
-    """Takes an operator's requests, and lists what a rollback can return to.
+    """Stores an operator's requests, and lists the checkpoints that a rollback can return to.
 
     Args:
         context: Redis and settings.
-        lineages: which checkpoints the active lineage descends from.
+        lineages: give the history of the active lineage.
         open_store: returns the object store of the run; the first call opens it.
     """
 
@@ -49,7 +49,7 @@ class Rollbacks:
         """Return the complete checkpoints that the active lineage wrote or descends from and keeps, newest first.
 
         Args:
-            run: names lineage and kept checkpoints; None: as it is now.
+            run: has the active lineage and the kept checkpoints; None: it is read now.
 
         Raises:
             UnavailableError: Redis or the object store did not answer.
@@ -68,10 +68,10 @@ class Rollbacks:
         ]
 
     async def request(self, request: RollbackRequest) -> None:
-        """Ask the trainer to return to the newest checkpoint at or before `request.step`.
+        """Store a request that the trainer returns to the newest checkpoint at or before `request.step`.
 
         Raises:
-            ConflictError: there is no such checkpoint, the run is not running, or another rollback waits.
+            ConflictError: no such checkpoint exists, the run is not running or paused, or another rollback is pending.
             UnavailableError: Redis or the object store did not answer.
         """
         for _ in range(_MOST_LISTINGS):

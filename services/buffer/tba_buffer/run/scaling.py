@@ -56,12 +56,12 @@ class DesiredSearchers:
 
 
 class Scaling:
-    """The desired number of searchers and, on Kubernetes, the task that reaches it.
+    """The desired number of searchers and, on Kubernetes, the task that sets the replicas to it.
 
     Args:
         context: Redis and settings.
-        run_state: the state of the run.
-        components: which searchers are alive.
+        run_state: reads the state of the run.
+        components: tell which searchers are alive.
 
     Raises:
         ConfigError: the Kubernetes API cannot be used from here.
@@ -78,12 +78,12 @@ class Scaling:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to reconcile."""
+        """Start the task that sets the replicas; on Kubernetes only."""
         if self._deployment is not None:
             self._task = asyncio.create_task(self._reconcile_periodically(), name="scaling")
 
     async def stop(self) -> None:
-        """End, without waiting for a call to the Kubernetes API."""
+        """Stop the task, waiting at most STOP_TIMEOUT_S for its call to the Kubernetes API."""
         self._ending.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
         if self._task is not None:
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
@@ -91,10 +91,10 @@ class Scaling:
             self._deployment.close()
 
     async def change(self, request: ScaleRequest) -> ScalingInfo:
-        """Ask for another number of searchers.
+        """Store another desired number of searchers; on Kubernetes, wait up to SETTLE_S until the replicas are set.
 
         Returns:
-            The searchers as they are now; of the changes, the one that this request made.
+            The searchers now, and only the change that this request made.
 
         Raises:
             ConfigError: more than `scaling.max_searchers`, or more than one for one server.
@@ -141,7 +141,7 @@ class Scaling:
         return int(reply[1])
 
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> ScalingInfo:
-        """Return the searchers, and the changes after a revision, oldest first."""
+        """Return the searchers now, and at most `limit` changes after the revision `after`, oldest first."""
         fields = await self._run_state.read_fields()
         components, _ = await self._components.read()
         searchers = await self.searchers(fields.state, components)
@@ -168,7 +168,7 @@ class Scaling:
         return self._target(await self._read(), state)[0]
 
     async def _read(self) -> DesiredSearchers:
-        """Return the last request."""
+        """Read the last request from Redis."""
         key = self._context.keys.scaling
         with redis_errors("read how many searchers are desired"):
             revision, num = await self._context.redis.hmget(key, "revision", "wanted")

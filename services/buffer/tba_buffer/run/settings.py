@@ -3,10 +3,10 @@
     change    PATCH -> the whole recipe is checked with the new values -> settings.lua: revision, values, a line of the
               audit, in one call
     use       read_run.lua reads the revision with every snapshot of the run; `at` returns the values of that revision:
-              draws use m, leases the sampling temperature. The trainer hears the revision with every batch and ack,
-              and asks for the values when it is another.
+              draws use m, leases the sampling temperature. The trainer gets the revision with every batch and ack,
+              and asks for the values when the revision has changed.
 
-Redis has the truth; this process keeps a copy of one revision.
+Redis is the source of truth; this process keeps a copy of one revision.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tba_buffer.storage.redis_client import BytesRedis, redis_errors
 ATTEMPTS = 8
 """How often a change is checked again because others changed the settings meanwhile."""
 NOT_CHECKED = -1
-"""In place of the revision that a change was checked with: the script answers a change that was made before, and makes
-no new one."""
+"""Sent instead of a revision when the new values were not checked: the script then only answers a repeated request, and
+makes no change."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsRevision:
-    """The settings of one revision, and the recipe with them."""
+    """The live settings of one revision, and the recipe with these settings applied."""
 
     revision: int
     settings: LiveSettings
     recipe: Recipe
 
     def now(self, step: int) -> dict[LiveName, float]:
-        """Return the values for the step after `step`."""
+        """Return name -> value of each live setting for the step after `step`."""
         values = LiveSettings.of_recipe(self.recipe).changed()
         return {name: value.at(step) if isinstance(value, Schedule) else value for name, value in values.items()}
 
 
 async def read_settings(redis: BytesRedis, keys: Keys, recipe: Recipe) -> SettingsRevision:
-    """Read the settings of now.
+    """Read the current live settings from Redis.
 
     Raises:
-        ConfigError: the live settings cannot be read, or do not go with the recipe.
+        ConfigError: the live settings cannot be read, or contradict the recipe.
     """
     with redis_errors("read the live settings"):
         raw = await redis.hgetall(keys.settings)
@@ -89,20 +89,20 @@ class Settings:
         return self._current.revision
 
     async def load(self) -> SettingsRevision:
-        """Read the settings of now.
+        """Read the current settings from Redis, keep them, and return them.
 
         Raises:
-            ConfigError: the live settings do not go with the recipe of this process.
+            ConfigError: the live settings cannot be read, or contradict the recipe of this process.
         """
         async with self._reading:  # one at a time: a late answer would bring an older revision back
             self._current = await read_settings(self._context.redis, self._context.keys, self._context.recipe)
             return self._current
 
     async def at(self, revision: int) -> SettingsRevision:
-        """Return the settings of a revision that Redis has just named, or newer ones.
+        """Return the settings of a revision that Redis has just named, or newer ones; read them if they are new here.
 
         Raises:
-            UnavailableError: Redis did not answer, or what it has cannot be read.
+            UnavailableError: Redis did not answer, or the live settings in it cannot be used.
         """
         if revision == self._current.revision:
             return self._current
@@ -115,7 +115,7 @@ class Settings:
         """Change some settings. A request id that made a change before changes nothing.
 
         Returns:
-            The settings as they are now; of the changes, the one that this request made.
+            The settings now, and only the change that this request made.
 
         Raises:
             ConfigError: a value is not possible, by itself or with the rest of the recipe.
@@ -165,7 +165,7 @@ class Settings:
         )
 
     async def info(self, *, after: int = 0, limit: int = MAX_CHANGES_PER_PAGE) -> SettingsInfo:
-        """Return the settings of now, and at most `limit` changes after a revision, oldest first."""
+        """Return the current settings, and at most `limit` changes after the revision `after`, oldest first."""
         context = self._context
         current, run = await self.load(), await RunHash.read(context)
         key = context.keys.settings_changes

@@ -1,9 +1,9 @@
 """Read the state of the run, and decide by it whether sampling or generation waits.
 
-    read         a RunSnapshot, which leases and draws decide by: state, counts of flow control, live settings, index
-    read_fields  the RunHash, which people are shown
+    read         returns a RunSnapshot for leases and draws: state, counts of flow control, live settings, index
+    read_fields  returns the RunHash, for people
 
-A field that cannot be read is an error with its name, since nobody may be given work by a guess.
+A field that cannot be read is an error with its name, since no work may be handed out by a guess.
 Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read beside them: scripts
 compare the token themselves, and the pages of the audits and of the ledger read the run in one transaction with their
 lines. RunHash (storage/context.py) parses the fields for all.
@@ -56,7 +56,7 @@ COUNTERS = ("log_position", "scored_total", "inflight", "drawn", "void", "scored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSettings:
-    """The settings that decide; counts are rollouts, except `sync_interval`: batches."""
+    """The settings of flow control; counts are in rollouts, except `sync_interval`, which is in batches."""
 
     batch_rollouts: int
     sync_interval: int
@@ -98,13 +98,13 @@ class FlowCounts:
     pending: int
     """Rollouts stored now whose reward is unknown and may become known."""
     can_fill_slot: bool
-    """Whether some prompt has enough of the scored ones for a group."""
+    """Whether some prompt has enough scored rollouts for a group."""
     inserted: int
     """Scored rollouts ever stored."""
     leased: int
     """Rollouts that open train leases still owe."""
     drawn: int
-    """Rollouts drawn, batches that became void not counted."""
+    """Rollouts drawn, without those of batches that became void."""
     inserted_since_publication: int
     batches_since_publication: int
     publications: int
@@ -149,7 +149,7 @@ def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
 
 
 def draw_limits(counts: FlowCounts, settings: FlowSettings) -> DrawLimits:
-    """Return the limits of a batch that these counts allow. More rollouts only ever raise them."""
+    """Return the limits for recording a batch that was drawn at these counts. More rollouts only raise them."""
     if settings.alternate:
         return DrawLimits(max_batches=settings.sync_interval, publications=counts.publications)
     if settings.samples_per_insert is None:
@@ -184,7 +184,7 @@ def generation_room(counts: FlowCounts, settings: FlowSettings) -> tuple[int | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """The run at one moment. `index` follows the log, and is at least as new as the counts."""
+    """The run at one moment. `index` is caught up with the log at least as far as the counts."""
 
     state: RunState
     token: str | None
@@ -194,14 +194,14 @@ class RunSnapshot:
     step: int
     """The last acked step."""
     rollback: RollbackInfo | None
-    """The one that waits for the trainer."""
+    """The pending rollback."""
     settings: SettingsRevision
     counts: FlowCounts
     index: Index
 
 
 class RunStateReader:
-    """Reads the run; also voids batches past their deadline."""
+    """Reads the state of the run; `read` also voids batches past their deadline."""
 
     def __init__(self, context: Context, view: IndexView, settings: Settings) -> None:
         self._context = context
@@ -211,9 +211,9 @@ class RunStateReader:
         self._last: RunSnapshot | None = None
 
     async def read(self) -> RunSnapshot:
-        """Return a snapshot that was begun after the call, so every push that was acknowledged by then is in its index.
+        """Return a snapshot read after the call began, so every push acknowledged before the call is in its index.
 
-        Callers that wait at the same time share one.
+        Concurrent callers share one snapshot.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -224,11 +224,11 @@ class RunStateReader:
         return self._last
 
     async def read_fields(self) -> RunHash:
-        """Return the run as Redis has it."""
+        """Read the run hash from Redis, with every field parsed."""
         return (await RunHash.read(self._context)).parse_all()
 
     async def void(self, member: str | bytes) -> None:
-        """Void an open batch (member of `open_batches`) that cannot be answered, before its deadline.
+        """Void an open batch (member of `open_batches`) before its deadline, because it cannot be returned any more.
 
         Raises:
             SupersededError: a newer buffer process owns the run.

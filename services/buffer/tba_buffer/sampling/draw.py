@@ -1,14 +1,14 @@
-"""Draws: the batch of an optimizer step, and samples that are read beside training.
+"""Draw the batch of an optimizer step.
 
-    read     run, counts and a level index (run/state.py, shared by concurrent draws)
+    read     run, counts and an index that is caught up with the log (run/state.py)
     wait     the reason to wait, if there is one (run/state.py)
     draw     slots by MOP, from the index, seeded (mop.py)
-    record   draw.lua: active token, run running, no open batch for this step, limits of flow control; and the payloads,
-             in the same round trip
+    record   draw.lua checks: active token, run running, no open batch for this step, limits of flow control. The
+             payloads are read in the same round trip
 
-Draws follow each other, since each takes turns of prompts and uses of rollouts (index/draws.py) that the next one must
-know: draw.lua adds it to the log, and refuses one that another process has overtaken. A second request for the same
-(lineage, step) gets the batch that is open for it. A batch past its deadline is void and never returned again. A
+Draws run one at a time, since each takes turns of prompts and uses of rollouts (index/draws.py) that the next one must
+know. draw.lua adds the draw to the log, and refuses it if another process has recorded a draw since the read. A second
+request for the same (lineage, step) gets its open batch. A batch past its deadline is void and never returned again. A
 draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429; everything that
 may end a wait notifies `context.changed`.
 """
@@ -59,7 +59,7 @@ WAIT_SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
-    """An encoded batch and how many slots of each kind it has; no counts when an open batch is returned again."""
+    """An encoded batch, and the counts of `BatchRecord.slots`; {} when an open batch is returned again."""
 
     body: bytes
     slots: dict[str, int]
@@ -71,7 +71,7 @@ class BatchDrawer:
     Args:
         context: Redis and settings.
         catalog: names the prompts.
-        run_state: the run and its index.
+        run_state: reads the run and its index.
         components: shows held waits.
     """
 
@@ -90,7 +90,7 @@ class BatchDrawer:
         """Return the batch for optimizer step `request.step`, waiting up to `wait_s`.
 
         Raises:
-            BusyError: none can be drawn yet; `wait` names the reason.
+            BusyError: no batch can be drawn yet; `wait` names the reason.
             RunOverError: the run is stopping, done or failed.
             FencedError: a newer lineage owns the run.
             RollbackError: an operator has asked for a rollback.
@@ -148,8 +148,8 @@ class BatchDrawer:
         """Draw and record a new batch.
 
         Returns:
-            The batch, or the one that is open for this step. Where the run has changed since it was read: the name of
-            the wait to report if trying again does not help, or the error when payloads are lost.
+            The new batch, or the open one of this step. If the run has changed since it was read: the name of the wait
+            to report if further attempts fail too, or the error to raise then because payloads are lost.
         """
         keys, now = self._context.keys, self._context.clock()
         try:
@@ -237,7 +237,7 @@ class BatchDrawer:
         return record, index.column("position", rows), event
 
     async def _return_open(self, member: bytes) -> DrawnBatch | str:
-        """Return the open batch as it was drawn. If that cannot be done any more, void it and return a wait's name."""
+        """Return the open batch as it was drawn; or, if its deadline is near or payloads are gone, void it."""
         # with less than half of it left the deadline is near: void the batch rather than return it once more
         keys, min_deadline_s = self._context.keys, self._context.clock() + self._deadline_s / 2
         wait = "void-batch"

@@ -78,7 +78,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
         return batch_member(self.batch_id, self.num_rollouts, self.lineage, self.step)
 
     def slots(self) -> dict[str, int]:
-        """Count the slots of each kind, the rollouts, and the distinct ones within each slot."""
+        """Count the slots of each kind, the rollouts, and the rollouts that are distinct within their slot."""
         ids = [_split(group.rollout_ids) for group in self.groups]
         return {
             "total": len(self.groups),
@@ -128,8 +128,8 @@ class BatchLedger:
     Args:
         context: Redis and settings.
         lineages: the lineage table.
-        evictor: evicts the rollouts that have become too old before an ack is answered.
-        scorer: fails the rollouts that the trainer could not read.
+        evictor: evicts the rollouts that have become too old, before an ack is answered.
+        scorer: stores the rollouts that the trainer could not read as failed.
     """
 
     def __init__(self, context: Context, lineages: Lineages, evictor: Evictor, scorer: RolloutScorer) -> None:
@@ -139,15 +139,14 @@ class BatchLedger:
         self._scorer = scorer
 
     async def ack(self, batch_id: str, request: AckRequest) -> None:
-        """Put the batch into the ledger as consumed by step (lineage, step); repeating the request changes nothing.
+        """Add the batch to the ledger as consumed by step (lineage, step); a repeated request changes nothing.
 
         Raises:
             FencedError: a newer lineage owns the run.
             RollbackError: an operator has asked for a rollback.
             VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
             ConflictError: the step has acked another batch, or a step was left out.
-            BadRequestError: the numbers of policy ages and of refused rollouts are not those of the batch, or what is
-                said of its rollouts is said of others.
+            BadRequestError: counts in the ack do not fit the batch, or it names rollouts that are not in the batch.
             UnavailableError: Redis did not answer.
         """
         keys, now = self._context.keys, self._context.clock()
@@ -193,7 +192,7 @@ class BatchLedger:
             await self._evictor.enforce()
 
     async def read(self, *, after: int, limit: int) -> LedgerReply:
-        """Return the lines from position `after` on. `abandoned` is computed here, never written.
+        """Return at most `limit` lines from number `after` (from 0) on. `abandoned` is computed here, never stored.
 
         Raises:
             UnavailableError: Redis did not answer.

@@ -99,7 +99,7 @@ def draw_slots(index: Index, settings: SamplingSection, seed: int) -> list[Slot]
 
 
 def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: PolicyVersion) -> Drawn:
-    """Return the event that follows the newest one when `draw_slots` gave these slots for step `version`."""
+    """Return the log event, at the position after the index's, of a batch of these slots for step `version`."""
     packed = [(each.prompt, each.source == "recent", each.turn, each.floor) for each in slots]
     rows = np.unique(np.concatenate([each.rows for each in slots]))
     positions = index.column("position", rows)
@@ -107,7 +107,7 @@ def drawn_event(index: Index, slots: Sequence[Slot], batch_id: str, version: Pol
 
 
 class _Chosen(NamedTuple):
-    """The prompt of a slot. `is_recent` is false where it is wanted and the recent pool has no unused prompt left."""
+    """The prompt of a slot. `is_recent` is False if `wanted_recent` is, or the recent pool had no unused prompt."""
 
     prompt: int
     is_recent: bool
@@ -144,7 +144,7 @@ class _SlotChoice:
             self._from_all = TurnChoice(index, REPLAY, num_slots, rng)
         self._used = set[int]()
         self.floors = (self._from_all.floor, self._from_recent.floor)
-        """Of REPLAY and RECENT."""
+        """Floors of the pools, by number: REPLAY, RECENT."""
 
     def choose(self, wanted_recent: bool) -> _Chosen:
         """Choose the prompt of the next slot."""
@@ -223,7 +223,7 @@ def _draw_from_few(
 def _log_probabilities(
     values: NDArray[np.float64], num: NDArray[np.int64], recent: NDArray[np.bool_], scale: float, share: float
 ) -> NDArray[np.float64]:
-    """Return log p of each candidate [n]; the num [S] candidates of a slot lie together."""
+    """Return log p of each candidate [n]; candidates are in the order of the slots, `num` [S] of each."""
     uniform = np.repeat(-np.log(num), num)
     if not scale or share >= 1 or recent.all():
         return uniform
@@ -272,7 +272,7 @@ def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.rando
     """Draw `size` different leaves for each slot, one after the other without replacement. [S, size]
 
     Args:
-        draw: independent draws of leaves.
+        draw: returns a number of independent draws of leaves.
         weigh: returns all leaves as `Priorities.gumbel_terms`; used when independent draws repeat themselves too often.
     """
     chosen = draw(num_slots * size).reshape(num_slots, size)

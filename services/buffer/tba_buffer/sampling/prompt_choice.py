@@ -1,7 +1,7 @@
-"""Which prompts the slots of a batch take: in turn, or by the weight of their rollouts (mop.py).
+"""Choose the prompts of a batch's slots: in turn, or by the weight of their rollouts (mop.py).
 
-Both choices are the next prompt of a random sequence that the batch has not used yet, so the prompts of a batch differ
-while there are others.
+Both take the next prompt of a random sequence that the batch has not used yet. So the prompts of a batch differ while
+unused ones are left.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MAX_ROUNDS = 8
 
 
 class _Choice:
-    """The prompts of a random sequence; `_draw` begins one."""
+    """Takes prompts from a random sequence; `_draw` returns a new sequence."""
 
     _taken: list[int]
 
     def restart(self) -> None:
-        """Begin again: the batch has used every prompt, and all may be used again."""
+        """Begin a new sequence, when the batch has used every prompt and may use all again."""
         self._sequence = self._draw()
 
     def take(self, used: set[int]) -> int | None:
-        """Return the next prompt that is not used; None when all are."""
+        """Return the next prompt that is not in `used`; None if the sequence has no more."""
         for prompt in self._sequence:
             if prompt not in used:
                 self._taken.append(prompt)
@@ -45,15 +45,15 @@ class _Choice:
 class TurnChoice(_Choice):
     """Chooses prompts of a pool in turn: uniformly among those with the fewest turns that are new to the batch.
 
-    The choice is the next prompt of a random sequence that the batch has not used yet. The sequence has the prompts by
-    their turns, and those with equally many in a random order: a permutation where they are few, independent draws
-    where they are many. Either way the next unused one is uniform among the unused with the fewest turns.
+    The sequence has the prompts with fewer turns first. Prompts with equally many turns are in random order: a
+    permutation if they are few, independent draws if they are many. Either way the next unused prompt is uniform among
+    the unused ones with the fewest turns.
 
     Args:
-        index: knows the turns.
+        index: has the turns of prompts.
         pool: RECENT or REPLAY.
-        num_slots: the most choices of a batch.
-        rng: the generator of the batch.
+        num_slots: the number of slots of the batch.
+        rng: the random generator of the batch.
     """
 
     def __init__(self, index: Index, pool: int, num_slots: int, rng: np.random.Generator) -> None:
@@ -77,7 +77,7 @@ class TurnChoice(_Choice):
         self.restart()
 
     def turns_taken(self) -> list[int]:
-        """Return which turn of its prompt each `take` was."""
+        """Return for each `take` which turn of its prompt it was, counted from 1."""
         before = np.maximum(self._turns[np.array(self._taken, dtype=np.int64)], self.floor).tolist()
         taken, turns = Counter[int](), []
         for prompt, num in zip(self._taken, before, strict=True):
@@ -113,7 +113,7 @@ class WeightedChoice(_Choice):
     Args:
         trees, counts: from the index; counts [P] of drawable rollouts.
         min_distinct, inverse_temperature, uniform_share, num_slots: the settings of the draw.
-        rng: the generator of the batch.
+        rng: the random generator of the batch.
     """
 
     floor = 0

@@ -1,12 +1,12 @@
-"""Re-scoring: everything that is stored, or a part of it, through the reward service again. One job at a time.
+"""Re-scoring jobs: score all stored rollouts, or some of them, through the reward service again. One job at a time.
 
-    start    note the log position; the job is what is stored up to it, and matches
-    advance  one chunk, oldest first: scores, then payloads, log entry and progress in one atomic call (score.lua)
+    start    record the log position; the job covers the matching rollouts that are stored up to it
+    advance  score one chunk, oldest first; store payloads, log entry and progress in one atomic call (score.lua)
 
 The progress is in Redis (`rescore`), so a restart continues after the last chunk that was stored, and no rollout counts
-twice. Which rollouts are left is a function of the job and the index. A new score that is an error makes the rollout
-failed: its old reward belongs to the old version. While the reward service or one of its scorers is away, the job
-waits.
+twice. The job and the index determine which rollouts are left. If the new score is an error, the rollout becomes
+failed, since its old reward belongs to the old reward version. While the reward service or one of its scorers is away,
+the job waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = get_logger("rescore")
 
 
 class RescoreJobs:
-    """The re-scoring jobs of the run: the one that runs, or the last one."""
+    """Runs the re-scoring jobs of the run, and remembers the last one."""
 
     def __init__(
         self, context: Context, *, catalog: Catalog, view: IndexView, scorer: RolloutScorer, reward: RewardConnection
@@ -47,14 +47,14 @@ class RescoreJobs:
         self._is_loaded = False
         self._loading = asyncio.Lock()
         self._left: tuple[RescoreInfo, Positions] | None = None
-        """A job, and the positions that are left of it; some may be gone."""
+        """A job, and the log positions that it has not scored yet; some of these rollouts may be evicted."""
 
     def forget(self) -> None:
-        """Read the job from Redis again: Redis has lost data, and perhaps the job or its progress."""
+        """Drop the job in memory, so that the next use reads it from Redis, which may have lost its progress."""
         self._job, self._is_loaded = None, False  # a chunk that is being scored belongs to no job any more
 
     async def info(self) -> RescoreInfo:
-        """Return the job that runs, or the last one.
+        """Return the running job, or the last one.
 
         Raises:
             NotFoundError: there never was one.
@@ -68,7 +68,7 @@ class RescoreJobs:
         return job.model_copy(update={"wait": self._reward.wait, "problem": problem})
 
     async def start(self, request: RescoreRequest) -> RescoreInfo:
-        """Start a job. The same request returns the job that runs for it.
+        """Start a job. A request with the task and status of the running job returns that job.
 
         Raises:
             BadRequestError: no prompt has this task.
@@ -117,12 +117,12 @@ class RescoreJobs:
         return await self.info()
 
     async def scores_pending(self) -> bool:
-        """Return whether the running job is about pending rollouts, which then only it scores."""
+        """Return whether the running job scores pending rollouts only; the scoring worker then leaves them to it."""
         job = await self._read()
         return job is not None and job.state == "running" and job.only == "pending"
 
     async def advance(self) -> bool:
-        """Score the next chunk of the running job. Return whether there was one that waits for no scorer.
+        """Score and store the next chunk of the running job. Return False if there is none, or it waits for a scorer.
 
         Raises:
             RewardUnavailableError: the reward service could not be asked; nothing has changed.
@@ -158,7 +158,7 @@ class RescoreJobs:
         return True
 
     def _matching(self, index: Index, job: RescoreInfo) -> Positions:
-        """Return the positions of the rollouts that are left of the job, ascending."""
+        """Return the log positions of the rollouts that the job has not scored yet, ascending."""
         rows = index.live_rows()
         positions = index.column("position", rows).astype(np.int64)
         matches = (positions > job.position) & (positions <= job.start_position)
@@ -198,7 +198,7 @@ class RescoreJobs:
 
 
 def add_chunk(job: RescoreInfo, scored: Sequence[ScoredRollout], taken: Positions, *, num_left: int) -> RescoreInfo:
-    """Return the job after one chunk: of the positions `taken`, those in `scored` are done, the others are gone."""
+    """Return the job with one chunk added: the rollouts in `scored` are done, the others at positions `taken` gone."""
     before = [item.before.reward for item in scored if item.before.reward is not None]
     after = [item.after.reward for item in scored if item.after.reward is not None]
     versions = Counter(job.reward_versions)

@@ -1,4 +1,4 @@
-"""Rollouts whose score has to be asked for again later, by log position.
+"""The queue of rollouts, by log position, whose score is requested again later.
 
 Away: the reward service answers that the scorer of a rollout is away (an endpoint, models that do not load). Nothing is
 wrong with the rollout, so it waits.
@@ -6,12 +6,12 @@ wrong with the rollout, so it waits.
     the score is an error of AWAY_REASONS  ->  asked for again after a pause that doubles, MAX_PAUSE_S at most
     MAX_TRIES times in all                 ->  failed, with that reason
 
-Silent: the reward service answers other requests, but not the one with this rollout alone. It is parked behind the
-others, and blocks none of them.
+Silent: the reward service answers other requests, but not the one with this rollout alone. The rollout is parked: it
+is tried alone, later, and blocks no other.
 
-    alone, no answer; an item that was scored before is scored at once  ->  parked
+    no answer for it alone, but one for an item that was scored before  ->  parked
     the same SILENT_TRIES times                                         ->  failed, with the reason `refused`
-    none was ever scored, but GET /v1/rewards is answered               ->  the same, after SILENT_TRIES_UNPROVEN
+    no item was ever scored, but GET /v1/rewards is answered            ->  the same, after SILENT_TRIES_UNPROVEN
 
 While the service is away, busy, or scores nothing at all, nothing is parked and nothing counts as a try. All of it is
 in memory only: after a restart, or when Redis has lost data, the tries begin again.
@@ -31,7 +31,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
 LONGEST_WAIT_S = sum(min(FIRST_PAUSE_S * 2**at, MAX_PAUSE_S) for at in range(MAX_TRIES - 1))
 """From the first try to the last, 38 minutes: an endpoint that is rolled out, or lost its machine, is back by then."""
 MAX_REQUESTS = 64
-"""All rollouts that are due are asked for again in so many requests, however small their tries would make these."""
+"""A request takes at least this fraction (1/64) of the due rollouts, however small their tries would make it."""
 SILENT_TRIES = 5
 SILENT_TRIES_UNPROVEN = 25
 """Many, because the only evidence against the item then is that the service answers another kind of request."""
@@ -48,7 +48,7 @@ class _Retry:
 
 
 class RetryQueue:
-    """The rollouts that wait."""
+    """The rollouts that wait for another try, by log position."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,26 +57,26 @@ class RetryQueue:
         self._new_had_turn = False
         self._removed_gone_at_s = clock()
         self.problem: str | None = None
-        """Why a scorer was last away."""
+        """The last reason why a scorer was away; None once no rollout waits for one."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def num_silent(self) -> int:
-        """Rollouts that are parked."""
+        """Number of parked rollouts."""
         return len(self._silent)
 
     @property
     def num_away(self) -> int:
-        """Rollouts whose scorer is away."""
+        """Number of rollouts whose scorer is away."""
         return len(self._waiting) - len(self._silent)
 
     def record_away(self, position: int, reason: str) -> bool:
         """Record that the scorer of a rollout was away. Return whether to give up.
 
-        A rollout that was given up waits no longer, but stays known until `remove`: if it is asked for once more
-        because others of its request wait, its tries do not begin again.
+        A rollout that was given up waits no longer, but its tries stay counted until `remove`: it may be requested once
+        more, because other rollouts of its request wait.
         """
         self.problem = reason
         self._silent.discard(position)
@@ -109,7 +109,7 @@ class RetryQueue:
             self.problem = None
 
     def remove_gone(self, index: Index) -> None:
-        """Remove the rollouts that are no longer stored, now and then."""
+        """Remove the rollouts that are no longer stored, at most once per REMOVE_GONE_EVERY_S."""
         # abs: the wall clock may go back
         if not self._waiting or abs(self._clock() - self._removed_gone_at_s) < REMOVE_GONE_EVERY_S:
             return
@@ -123,13 +123,13 @@ class RetryQueue:
         return any(at in self._waiting and self._waiting[at].retry_at_s > now for at in positions)
 
     def next_due(self, positions: list[int], max_items: int) -> list[int]:
-        """Return the positions to ask for now.
+        """Return the log positions whose scores to request now: [] if none is due.
 
-        They are one silent rollout that is due again, alone; or new ones; or as many of those that are due again as
-        their tries allow.
+        They are one silent rollout that is due, alone; or all new ones; or due ones, half as many per try of the first.
+        New and due ones take turns.
 
         Args:
-            max_items: the most that one request may hold.
+            max_items: the most that one request may hold; new ones are not cut to it.
         """
         now, waiting_at = self._clock(), self._waiting.get
         new, due = list[int](), list[int]()

@@ -41,7 +41,7 @@ log = get_logger("reward-connection")
 
 
 class RewardUnavailableError(Exception):
-    """The reward service gave no usable answer; `pause_s` says when to try again.
+    """The reward service gave no usable answer; wait `pause_s` seconds before the next attempt.
 
     `may_be_request`: there was no answer, a 5xx or a bad reply, and the request itself may be the cause.
     """
@@ -83,11 +83,11 @@ class RewardConnection:
         self.problem: str | None = None
         """Why the last attempt failed; None after an answer."""
         self.num_parked = 0
-        """Rollouts that still wait for an answer while others get theirs: the wait continues for them."""
+        """Number of parked rollouts; while there are any, `wait` continues although other rollouts get answers."""
 
     @property
     def wait(self) -> WaitInfo | None:
-        """The wait for an answer, while there is one."""
+        """The current wait for the reward service, or None."""
         return None if self._held is None else self._held.info()
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class RewardConnection:
         self._quick.close()
 
     async def known_tasks(self) -> set[str] | None:
-        """Return the tasks that can be scored; None when the service does not answer within QUICK_S."""
+        """Ask which tasks can be scored, and return them; None when the service does not answer within QUICK_S."""
         try:
             return {reward.task for reward in await in_thread(self._quick.rewards)}
         except ServiceError:
@@ -112,10 +112,10 @@ class RewardConnection:
         return True
 
     async def ask(self, call: Callable[[RewardClient], T]) -> T:
-        """Make one attempt at `call`, in a thread.
+        """Run `call` once, in a thread, and return its result; begin or end `wait`, and adapt `request_size`.
 
         Raises:
-            RewardUnavailableError: there was no usable answer.
+            RewardUnavailableError: there was no usable answer, or `close` was called.
         """
         deadline_s = time.monotonic() + self._attempt_s
         if self._held is None:
@@ -149,7 +149,7 @@ class RewardConnection:
         raise RewardUnavailableError(self.problem, pause_s, may_be_request=may_be_request)
 
     def show_scorer_wait(self, num: int) -> None:
-        """Show a wait of its own while `num` rollouts wait for scorers that are away and the reward service answers."""
+        """Begin the wait `scorer-away` if `num` rollouts wait for scorers that are away; end it if `num` is 0."""
         if num and not self._has_scorer_wait:
             deadline_s = time.monotonic() + LONGEST_WAIT_S
             self._scorer_wait.enter_context(self._components.waiting(self.owner, "scorer-away", deadline_s))
@@ -160,7 +160,7 @@ class RewardConnection:
         self._has_scorer_wait = num > 0
 
     def end_wait(self) -> None:
-        """End the wait: there was an answer, or the scorer gave up the rollout that had none."""
+        """Forget the failed attempts and allow larger requests; end `wait` unless rollouts are parked."""
         if self.problem is not None:
             log.info("reward_available")
         self.problem, self._pause_s = None, MIN_PAUSE_S
@@ -171,11 +171,11 @@ class RewardConnection:
 
 
 class RewardProbe:
-    """Asks for /readyz of the reward service every PROBE_S, in the background; `info` answers at once.
+    """Asks for /readyz of the reward service every PROBE_S, in the background; `info` returns the last answer.
 
     Args:
         recipe: says where the reward service is.
-        on_broken: called with the reason each time that a scorer is found to raise for every item.
+        on_broken: awaited with the reason each time /readyz says that a scorer raises an error for every item.
     """
 
     def __init__(self, recipe: Recipe, *, on_broken: Callable[[str], Awaitable[None]]) -> None:
@@ -191,11 +191,11 @@ class RewardProbe:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the background task."""
         self._task = asyncio.create_task(self._run(), name="reward-probe")
 
     async def stop(self) -> None:
-        """Stop asking, without waiting for an answer that is under way."""
+        """Stop the background task, without waiting for an answer that is under way."""
         self._stopping.set()
         if self._task is not None:
             self._task.cancel()
@@ -204,7 +204,7 @@ class RewardProbe:
         self._client.close()
 
     def info(self) -> ComponentInfo:
-        """Return the state of the reward service as the last answers show it."""
+        """Return the state of the reward service from the last answers, without a request."""
         age_s = time.monotonic() - self._answered_s
         return ComponentInfo(
             component_id="reward",

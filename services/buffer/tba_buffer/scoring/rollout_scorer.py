@@ -2,9 +2,9 @@
 
     positions -> payloads from Redis -> items -> POST /v1/score (reward_service.py) -> new payloads -> score.lua
 
-The items are those that a searcher sends: task, text and data of the prompt, text and finish reason of the response.
-A rollout whose scorer is away, or that gets no answer, is asked for later (retries.py). A failed score is unknown,
-never a number.
+An item is the same as a searcher would send: task, text and data of the prompt, text and finish reason of the response.
+A rollout whose scorer is away, or that gets no answer, is scored later (retries.py). A failed score is unknown, never a
+number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tba_buffer.storage.context import Context
 from tba_buffer.storage.redis_client import redis_errors
 
 MAX_TRANSIENT_TRIES = 3
-"""Requests for an item whose error may have been chance: a timeout, a crashed process, ..."""
+"""Most requests for one item whose error may be transient: a timeout, a crashed process, ..."""
 log = get_logger("scorer")
 Positions = NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class Score:
     parts: Mapping[str, float] | None = None
     """The scores that make up the reward."""
     reason: str = ""
-    """Of an error of the service, its word and after a colon its detail."""
+    """`REASON: DETAIL` of the error; empty with a reward."""
 
     @property
     def is_away(self) -> bool:
@@ -57,7 +57,7 @@ class Score:
 
     @property
     def is_transient(self) -> bool:
-        """Whether the reason may have been chance: ask again at once."""
+        """Whether the error may be transient: ask again at once."""
         return not self.is_away and self.reason.partition(":")[0] in TRANSIENT_REASONS
 
 
@@ -90,21 +90,21 @@ class RolloutScorer:
         """The last item that was scored: it proves whether the service is up when another one gets no answer."""
 
     def forget_positions(self) -> None:
-        """Forget all tries: Redis has lost data, and gives its log positions to rollouts that nobody has asked for."""
+        """Empty the retry queue: Redis has lost data, so its log positions may belong to other rollouts now."""
         self.retry_queue = RetryQueue(self._context.clock)
 
     def num_in_request(self, num_bytes: NDArray[np.integer]) -> int:
-        """Return how many payloads of these sizes, in order, one request may hold: at least one."""
+        """Return how many of the first payloads, with these sizes in bytes, one request may hold: at least one."""
         num_bytes = num_bytes[: self._reward.request_size]
         # payload bytes bound the size of the request body, which the service limits
         fitting = np.cumsum(num_bytes, dtype=np.int64) <= MAX_SCORE_BODY_BYTES
         return max(1, int(np.count_nonzero(fitting)))
 
     async def score(self, positions: Positions) -> list[ScoredRollout]:
-        """Ask for the scores of the rollouts at these positions.
+        """Request the scores of the rollouts at these log positions, and return them; nothing is stored.
 
-        Rollouts that are gone, or have to wait for their scorer, are left out. The caller removes from `retry_queue`
-        the rollouts that it has stored as given up.
+        Rollouts that are gone, or have to wait for their scorer, are left out. Damaged ones are returned as failed. The
+        caller removes from `retry_queue` the rollouts that it has stored as given up.
 
         Raises:
             RewardUnavailableError: the reward service could not be asked.
@@ -150,7 +150,7 @@ class RolloutScorer:
         )
 
     async def fail_damaged(self, rollout_ids: Iterable[bytes]) -> None:
-        """Store those of these rollouts that cannot be read as failed: nobody draws them again.
+        """Store the unreadable ones among these rollouts as failed, so that no batch draws them again.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -197,7 +197,7 @@ class RolloutScorer:
         return found, rollouts, failed
 
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
-        """Return whether this attempt failed because of its only item, and was the last one for it."""
+        """Return whether to give up the item of a failed request. If it was alone and the service is up, park it."""
         if len(positions) > 1 or not error.may_be_request:
             return False
         if self._proven is None:
@@ -212,7 +212,7 @@ class RolloutScorer:
         return gives_up
 
     def update_waits(self, index: Index) -> None:
-        """Continue the waits while rollouts are in the retry queue, and end them with the last one."""
+        """Drop evicted rollouts from the retry queue, and end the shown waits for which none is left."""
         self.retry_queue.remove_gone(index)
         self._reward.show_scorer_wait(self.retry_queue.num_away)
         had, self._reward.num_parked = self._reward.num_parked, self.retry_queue.num_silent
@@ -229,7 +229,7 @@ class RolloutScorer:
         return [item for item, id_ in zip(found, ids, strict=True) if item.before.rollout_id == id_]
 
     async def store(self, scored: Sequence[ScoredRollout], job: str | None = None) -> None:
-        """Write new payloads and the JSON of the re-scoring job in one atomic call, under `context.mutation_lock`.
+        """Store scored rollouts and the re-scoring job's JSON in one atomic call, under `context.mutation_lock`.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -261,7 +261,7 @@ class RolloutScorer:
         self._context.notify_all()
 
     async def enforce_limits(self, scored: Sequence[ScoredRollout]) -> None:
-        """Evict what is over the limits because stored payloads grew; `context.mutation_lock` must not be held."""
+        """Evict rollouts if the scored payloads grew over the limits; `context.mutation_lock` must not be held."""
         if self._evictor.record_added(0, sum(len(item.payload) - item.num_bytes_before for item in scored)):
             await self._evictor.enforce()
 
@@ -285,7 +285,7 @@ class RolloutScorer:
 
 
 def request_scores(client: RewardClient, items: Sequence[ScoreItem]) -> list[Score]:
-    """Return one score per item.
+    """Request the scores of items, and return one per item; halve a request that the service refuses.
 
     Raises:
         ServiceError: there was no usable answer.

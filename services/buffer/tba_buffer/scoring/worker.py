@@ -29,7 +29,7 @@ log = get_logger("scorer")
 
 
 class ScoringWorker:
-    """The background task."""
+    """Runs the background task of this module."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ScoringWorker:
         self._task = asyncio.create_task(self._run(), name="scorer")
 
     async def stop(self) -> None:
-        """Stop; requests without an answer are made again after the next start."""
+        """Stop the task and abandon the request in flight; the next start of the service repeats it."""
         self._stopping.set()  # not cancel: a command that redis-py has begun may swallow the cancellation
         self._reward.close()
         if self._task is not None:

@@ -1,4 +1,4 @@
-"""Saving and loading as jobs of the buffer service: one at a time, shown in GET /v1/run while they run.
+"""Background jobs that save and load snapshots: one at a time, shown as a wait in GET /v1/run while they run.
 
 A run that is to begin with a snapshot (`run.snapshot`, or POST /v1/snapshots/load) takes no trainer before everything
 is loaded. The next start of the service continues a load that was interrupted.
@@ -37,7 +37,7 @@ log = get_logger("snapshots")
 
 
 class SnapshotJobs:
-    """Saves snapshots of this run, and loads the one it begins with."""
+    """Saves snapshots of this run, and loads the snapshot that the run begins with."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class SnapshotJobs:
         self._opened: ObjectStore | None = None
         self._task: asyncio.Task[None] | None = None
         self._job: SnapshotSave | SnapshotLoad | None = None
-        """The job that runs, or the last one."""
+        """The running job, or the last one."""
 
     @property
     def is_saving(self) -> bool:
-        """Whether a snapshot is being written: the log must not be cut."""
+        """Whether a snapshot is being written: the log must not be compacted then."""
         return self._is_busy and isinstance(self._job, SnapshotSave)
 
     @property
@@ -80,18 +80,18 @@ class SnapshotJobs:
             await self._begin_load(LoadRequest(source=section.snapshot, version=section.fork_version))
 
     async def stop(self) -> None:
-        """End the job. A save leaves no snapshot; the next start continues a load."""
+        """Cancel the job. A cancelled save leaves no snapshot; the next start of the service continues a load."""
         if self._task is not None:
             # both jobs may be cut anywhere: a save without a manifest is none, a load has its cursor in Redis
             self._task.cancel()
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
 
     async def save(self, name: str) -> SnapshotInfo:
-        """Begin to save.
+        """Begin to save a snapshot in the background, and return its progress.
 
         Raises:
             ConflictError: a snapshot of this name exists, or another job runs.
-            StoreError
+            StoreError: the object store failed.
         """
         source = SnapshotSource(self._context.run, name)
         store = await self._store()
@@ -105,10 +105,10 @@ class SnapshotJobs:
         return await self.info(name)
 
     async def load(self, request: LoadRequest) -> OriginInfo:
-        """Begin to load; the same request again returns how far it is.
+        """Begin to load a snapshot in the background, and return the progress; so does a repeated request.
 
         Raises:
-            ConflictError: the run began with something else, or another job runs.
+            ConflictError: the run began with a trainer or another snapshot, or another job runs.
         """
         origin, _, lineage = await self._read()
         is_loading = self._is_busy and isinstance(self._job, SnapshotLoad) and self._job.request == request
@@ -127,8 +127,8 @@ class SnapshotJobs:
         """Return one snapshot of this run.
 
         Raises:
-            NotFoundError: there is none of this name, and none is being saved.
-            StoreError, MalformedError
+            NotFoundError: no snapshot of this name exists or is being saved.
+            StoreError, MalformedError: the object store failed, or the manifest is damaged.
         """
         source = SnapshotSource(self._context.run, name)
         save = self._job
@@ -152,7 +152,7 @@ class SnapshotJobs:
         )
 
     async def origin(self) -> OriginInfo | None:
-        """Return the snapshot that the run began with, or is to begin with; None when there is none."""
+        """Return the snapshot that the run began with, or is loading, with the progress; None when there is none."""
         origin, cursor, _ = await self._read()
         if origin is not None and cursor >= origin.last:
             return OriginInfo(
@@ -179,11 +179,11 @@ class SnapshotJobs:
         )
 
     async def check_may_train(self) -> None:
-        """Refuse a trainer while the run has not loaded the snapshot it is to begin with.
+        """Refuse a trainer until the run has loaded the snapshot that it is to begin with.
 
         Raises:
-            UnavailableError: it is being loaded; try again.
-            ConflictError: it could not be loaded.
+            UnavailableError: the snapshot is being loaded; try again.
+            ConflictError: the snapshot could not be loaded, or the run began without it.
         """
         origin = await self.origin()
         if origin is not None and origin.state == "loading":
@@ -218,7 +218,7 @@ class SnapshotJobs:
         self._start(load, self._keep_loading(load), what=f"loading snapshot {request.source}", wait="snapshot-load")
 
     async def _keep_loading(self, load: SnapshotLoad) -> None:
-        """Load; while Redis or the store is away, wait for it."""
+        """Load; while Redis or the object store is away, try again every RETRY_S."""
         while True:
             try:
                 await load.run()
@@ -270,7 +270,7 @@ class SnapshotJobs:
             log.warning("snapshot_job_failed", job=what, error=job.reason)
 
     async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
-        """Return (origin, how far it is loaded, active lineage) as Redis has them."""
+        """Read (origin, position in the saved log up to which it is loaded, active lineage) from Redis."""
         run = await RunHash.read(self._context, "read the origin of the run")
         origin = run.raw.get(b"origin")
         document = None

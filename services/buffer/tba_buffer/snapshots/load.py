@@ -1,12 +1,12 @@
-"""Loading a snapshot: how a run begins with the buffer of another one.
+"""Load a snapshot, so that a run begins with the buffer of another one.
 
-    check      every digest, every rollout and prompt: a damaged snapshot changes nothing
-    prompts    uploaded in their order
+    check      check every digest, rollout and prompt: a damaged snapshot changes nothing
+    prompts    upload them in their order
     parts      load_snapshot.lua, in the order of the saved log: rollouts, and between them the newest publications, so
-               that the same rollouts are recent as when it was saved
+               that the same rollouts are recent as at the save
 
-The progress is in Redis, changed in the same atomic call as what was loaded: after a kill the next start continues
-there. Loaded rollouts do not count as generated: they fulfil no visit, and flow control does not see them.
+The progress is in Redis, written in the same atomic call as the loaded part: after a kill the next start continues
+there. Loaded rollouts do not count as generated: they fulfil no visit, and flow control does not count them.
 
 A read-only buffer shows a snapshot as it was saved: nothing is evicted, and the run stands at the step of the save.
 """
@@ -41,7 +41,7 @@ PROMPTS_PER_UPLOAD = 1000
 
 
 class OriginDocument(msgspec.Struct, frozen=True):
-    """The field `origin` of the run: what it began with. The first part writes it, and it never changes.
+    """The snapshot that the run began with: field `origin` of the run hash. The first part writes it for good.
 
     `last` is the position in the saved log at which the load is complete, `lineage` the last lineage of the snapshot.
     """
@@ -72,9 +72,9 @@ class SnapshotLoad:
     """
 
     problem: str | None = None
-    """Why it waits, or had to wait."""
+    """Why the load waits, or last waited, for Redis or the object store."""
     reason: str | None = None
-    """Why it has failed."""
+    """Why the load has failed."""
     num_rollouts: int | None = None
     num_checked, num_loaded = 0, 0
 
@@ -97,8 +97,8 @@ class SnapshotLoad:
 
         Raises:
             NotFoundError: there is no such snapshot.
-            ConflictError: the run has begun, the snapshot has no publication of the version, or another policy
-                temperature, or prompts that this run has with other content.
+            ConflictError: the run has begun otherwise; or the snapshot has no publication of the version, another
+                policy temperature, or a prompt that this run stores with other content.
             DigestError, MalformedError: the snapshot is damaged; nothing was changed.
             SupersededError: a newer buffer process owns the run.
             StoreError, UnavailableError: the store or Redis failed; the load can be repeated.
@@ -168,7 +168,7 @@ class SnapshotLoad:
         )
 
     async def _check(self, reader: SnapshotReader, places: NDArray[np.void]) -> None:
-        """Read and check everything once. An object that the live table does not name is never read."""
+        """Read and check every prompt and rollout once. An object that the live table does not name is never read."""
         train = set()
         async for prompts in reader.prompts():
             for prompt in prompts:
@@ -224,7 +224,7 @@ class SnapshotLoad:
         context.notify_all()
 
     def _rewrite(self, payloads: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Return (payloads, records) for this run."""
+        """Return payloads [n], with the name of this run in them, and their log records [n]."""
         rewritten, records = [], []
         for payload, rollout in zip(payloads, _documents(payloads), strict=True):
             if rollout.run != self._context.run:
@@ -241,7 +241,7 @@ class SnapshotLoad:
 
 
 def split_parts(places: NDArray[np.void], publications: list[SavedPublication], end: int) -> Iterator[Part]:
-    """Yield places and publications in the order of the saved log; the last part, at least one, reaches to `end`."""
+    """Yield places and publications as parts, in the order of the saved log; a last, empty part reaches to `end`."""
     positions = places["position"].astype(np.int64)
     at = 0
     for publication in [*publications, None]:

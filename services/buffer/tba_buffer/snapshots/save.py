@@ -1,10 +1,10 @@
-"""Save a snapshot: exactly what is live at one position of the log, while pushes, evictions and re-scoring continue.
+"""Save a snapshot: the rollouts live at one log position, while pushes, evictions and re-scoring continue.
 
-    pass 1        every payload that is live
-    pass 2, 3 ..  what was pushed or scored again during the pass before, until little is left
-    last pass     the same under `context.mutation_lock`: nothing is evicted or scored again, but pushes continue. Its
-                  position is the saved one: the live table names what is live there, and nothing else that was written
-    end           live table, prompts, and last the manifest
+    pass 1        write every live payload
+    pass 2, 3 ..  write rollouts that were pushed or scored again during the pass before, until little is left
+    last pass     the same under `context.mutation_lock`: nothing is evicted or scored again, but pushes continue. The
+                  snapshot is of this pass's log position: its live table names exactly the rollouts live there
+    end           write live table, prompts, and last the manifest
 
 Damaged rollouts are left out: a snapshot that held them could not be loaded.
 
@@ -53,13 +53,13 @@ READ_ROLLOUTS, READ_BYTES = 512, 4 << 20
 LITTLE_BYTES = OBJECT_BYTES // 2
 MAX_PASSES = 8
 HELD_BYTES = 256 << 20
-"""The most that the last pass may read, and hold in memory, when MAX_PASSES have not left less than LITTLE_BYTES."""
+"""Most bytes that the last pass may hold in memory, if more than LITTLE_BYTES are left after MAX_PASSES."""
 LOG_ENTRIES_PER_READ = 500
 PROMPTS_PER_READ = 1000
 log = get_logger("snapshots")
 
 LIVE_DTYPE = np.dtype([("position", "<u8"), ("rollout_id", "V16"), ("num_bytes", "<u4"), ("status", "u1")])
-"""A live rollout, copied from the index; those of one moment are by ascending position."""
+"""A live rollout, copied from the index; arrays are by ascending position."""
 Live = NDArray[np.void]
 
 
@@ -67,9 +67,9 @@ class SnapshotSave:
     """One attempt to save one snapshot."""
 
     reason: str | None = None
-    """Why it has failed."""
+    """Why the save has failed."""
     num_rollouts: int | None = None
-    """Live rollouts; None before the first pass."""
+    """Number of live rollouts; None before the first pass."""
 
     def __init__(
         self, context: Context, view: IndexView, catalog: Catalog, store: ObjectStore, source: SnapshotSource
@@ -78,15 +78,15 @@ class SnapshotSave:
         self._store, self.source = store, source
         self.writer = SnapshotWriter(store, source.prefix)
         self._damaged: set[int] = set()
-        """Positions of the rollouts that are left out."""
+        """Log positions of the damaged rollouts, which are left out."""
 
     async def run(self) -> SnapshotManifest:
-        """Save. Return the manifest, which is then in the store.
+        """Delete the objects of an earlier failed attempt, save, and return the manifest, which is stored last.
 
         Raises:
             ConflictError: a snapshot of this name exists, or appeared meanwhile.
             SupersededError: a newer buffer process owns the run.
-            StoreError, UnavailableError: the store or Redis failed; nothing can be loaded from what was written.
+            StoreError, UnavailableError: the store or Redis failed; there is no snapshot to load.
         """
         await in_thread(self._delete_leftovers)
         position = 0
@@ -166,7 +166,7 @@ class SnapshotSave:
             self._store.delete(key)
 
     async def _live(self) -> tuple[Live, int]:
-        """Return what is live now, and the log position of that moment."""
+        """Return the rollouts live now, and the log position of the index now."""
         index = await self._view.catch_up()
         rows = index.live_rows()
         live = np.zeros(len(rows), dtype=LIVE_DTYPE)
@@ -197,7 +197,7 @@ class SnapshotSave:
         return live[(live["position"] > since) | np.isin(live["position"], np.concatenate(again))]
 
     async def _payloads(self, due: Live, *, is_last: bool) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield positions and payloads, without those that were evicted since `due` was captured."""
+        """Yield log positions and payloads of `due`; evicted rollouts are left out, and damaged ones noted."""
         for rows in _read_sizes(due["num_bytes"]):
             ids = [rollout_id.tobytes() for rollout_id in due["rollout_id"][rows]]
             with redis_errors("read rollouts"):
@@ -216,7 +216,7 @@ class SnapshotSave:
                     )
 
     def _readable(self, ids: list[bytes], payloads: list[bytes | None]) -> list[bool]:
-        """Return which of these can be loaded again, because payload and prompt can be read. [n]"""
+        """Return which payloads can be loaded again: they can be read, and their prompt is known. [n]"""
         items = iter(decode_rollouts([payload for payload in payloads if payload is not None]))
         found = []
         for rollout_id, payload in zip(ids, payloads, strict=True):
@@ -271,7 +271,7 @@ class SnapshotSave:
 
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
-    """Yield runs of rows to read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
+    """Yield slices of rows to read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
     at = 0
     while at < len(num_bytes):
         total = np.cumsum(num_bytes[at : at + READ_ROLLOUTS], dtype=np.int64)
@@ -281,5 +281,5 @@ def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
 
 
 def taken(source: SnapshotSource) -> ConflictError:
-    """Return the error of a name that is taken."""
+    """Return the error for a snapshot that exists already."""
     return ConflictError(f"snapshot {source} exists already; snapshots are never overwritten: give another name")

@@ -1,7 +1,7 @@
-"""The objects of a snapshot: their writer, which remembers where each rollout lies, and their reader.
+"""The objects of a snapshot: their writer, which remembers the place of each rollout, and their reader.
 
-A rollouts object is rollout documents one after the other. The live table says which of them count: a rollout that was
-evicted while the snapshot was written is in no row, one that was scored again is in the row of its newest copy.
+A rollouts object is rollout documents one after the other. The live table names the documents that count. It has no row
+for a rollout that was evicted during the save, and names the newest copy of a rollout that was scored again.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def encode_places(places: NDArray[np.void]) -> bytes:
 
 
 def decode_places(data: bytes) -> NDArray[np.void]:
-    """Read a piece of the live table.
+    """Decode a piece of the live table. [n] of PLACE_DTYPE
 
     Raises:
-        MalformedError, SchemaVersionError, LimitError: it is not one.
+        MalformedError, SchemaVersionError, LimitError: `data` is no such piece.
     """
     rows = unpack(data, _DECODER, what="live table", schema=SCHEMA).rows
     # a table that was cut would lose rollouts without a word
@@ -61,7 +61,7 @@ def decode_places(data: bytes) -> NDArray[np.void]:
 
 
 class SnapshotWriter:
-    """The objects of one attempt to save a snapshot."""
+    """Writes the objects of one attempt to save a snapshot."""
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
@@ -76,7 +76,7 @@ class SnapshotWriter:
         self.num_bytes = 0
 
     async def add(self, position: int, payload: bytes) -> None:
-        """Write one rollout; the same position again replaces it."""
+        """Add one rollout, and store full objects; a later payload of the same log position replaces it."""
         # a payload is never split: one that is larger than an object has an object of its own
         if self._parts and self._num_part_bytes + len(payload) > OBJECT_BYTES:
             await self.flush()
@@ -87,7 +87,7 @@ class SnapshotWriter:
         self.num_bytes += len(payload)
 
     async def flush(self) -> None:
-        """Store the rollouts that are not stored yet."""
+        """Store the rollouts that were added and not stored yet, as one object."""
         if not self._parts:
             return
         self.objects.append(await self.put("rollouts", len(self.objects), "msgpack", self._parts))
@@ -95,14 +95,14 @@ class SnapshotWriter:
         self._parts, self._rows, self._num_part_bytes = [], [], 0
 
     def places(self) -> NDArray[np.void]:
-        """Return the place of the newest copy of every flushed rollout, by position."""
+        """Return the places (PLACE_DTYPE) of the newest copies of all flushed rollouts, by ascending log position."""
         every = np.concatenate(self._places) if self._places else np.zeros(0, dtype=PLACE_DTYPE)
         # reversed, so that the first of equal positions is the newest copy
         _, first = np.unique(every["position"][::-1], return_index=True)
         return every[::-1][first]
 
     async def put(self, kind: str, number: int, suffix: str, parts: Sequence[bytes]) -> StoredObject:
-        """Store one object."""
+        """Store one object made of `parts`; return its name, key, size and sha256."""
         data = b"".join(parts)
         name = f"{kind}-{self._attempt}-{number:05}.{suffix}"
         key = self._prefix + name
@@ -111,17 +111,17 @@ class SnapshotWriter:
 
 
 MAX_OBJECTS_HELD = 10
-"""A rollout that was scored again while the snapshot was written lies in an object of a later pass. Each pass wrote by
-position, so reading by position needs one object of every pass at a time (save.py, MAX_PASSES)."""
+"""Most objects in memory. Each pass of a save (at most MAX_PASSES, save.py) wrote its rollouts by position, so reading
+by position needs one object of every pass at a time."""
 
 
 async def read_manifest(store: ObjectStore, source: SnapshotSource) -> tuple[SnapshotManifest, str]:
-    """Return the manifest and its sha256.
+    """Read the manifest of a snapshot; return it and its sha256 (hex).
 
     Raises:
         NotFoundError: there is no complete snapshot of this name.
-        MalformedError: it cannot be read.
-        StoreUnavailableError
+        MalformedError: the manifest cannot be read.
+        StoreUnavailableError: the object store did not answer.
     """
     try:
         data = await in_thread(lambda: store.get(source.manifest_key))
@@ -139,14 +139,14 @@ async def read_manifest(store: ObjectStore, source: SnapshotSource) -> tuple[Sna
 
 
 class SnapshotReader:
-    """Reads the objects of one snapshot; nothing is used before its digest was checked."""
+    """Reads the objects of one snapshot, and checks the digest of each before its use."""
 
     def __init__(self, store: ObjectStore, manifest: SnapshotManifest) -> None:
         self._store, self._manifest = store, manifest
         self._held: OrderedDict[int, bytes] = OrderedDict()
 
     async def places(self) -> NDArray[np.void]:
-        """Return the live table (PLACE_DTYPE), by position.
+        """Return the live table (PLACE_DTYPE), by ascending log position.
 
         Raises:
             DigestError, MalformedError, StoreError

@@ -127,10 +127,7 @@ class Scripts:
     async def run_with(
         self, name: str, args: Mapping[str, Any], payloads: Sequence[bytes] = (), commands: Sequence[Command] = ()
     ) -> list[Any]:
-        """Run a script, then plain commands, in one round trip but not atomically.
-
-        Returns:
-            The reply of the script, then one reply per command.
+        """Run a script, then plain commands, in one round trip, not atomically. Return its reply, then one per command.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -294,11 +291,7 @@ class Context:
         return self.parse_counters(raw)
 
     def parse_counters(self, raw: Mapping[bytes, bytes], key: str | None = None) -> dict[str, int]:
-        """Parse a hash of counters.
-
-        Args:
-            raw: the reply of HGETALL.
-            key: the name of the hash, for errors; None: `keys.counters`.
+        """Parse the HGETALL reply of a hash of counters: of `key`, or of `keys.counters` if that is None.
 
         Raises:
             UnavailableError: a counter is damaged. A damaged one of LOSS_COUNTERS is left out instead.

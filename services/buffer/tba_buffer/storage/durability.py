@@ -33,8 +33,7 @@ from tba_buffer.storage.redis_client import (
 log = get_logger("redis")
 NUM_CONNECTIONS = 8
 START_TIMEOUT_S = 300.0
-"""How long a start waits for Redis to answer and load its file. Kubernetes restarts an unready buffer only after twice
-that time."""
+"""How long a start waits for Redis to answer and load its file. Kubernetes waits twice as long for the buffer."""
 FULL_SHARE = 0.95
 """Redis counts as full at this share of maxmemory. The rest is for draws, acks, leases and publications (small)."""
 FIRST_REWRITE = "Redis has just turned its append-only file on and is still writing it for the first time"

@@ -136,10 +136,7 @@ class Losses:
                 await self._redis.hset(self._keys.run, "changes_missing", num_lost)
 
     async def check_claim(self, text: str) -> bool:
-        """Compare a trainer's claim with the counter at the start of this process; if Redis had less, note the loss.
-
-        Returns:
-            Whether the claim shows a loss. False for a claim of this very start, or one that cannot be parsed.
+        """Compare a trainer's claim with the counter at this process's start; if it shows a loss, note it, return True.
 
         Raises:
             UnavailableError: Redis did not answer.

@@ -210,7 +210,7 @@ class Buffer:
         return problem or self._upkeep_problem
 
     async def run_info(self, *, with_summary: bool = False) -> RunInfo:
-        """Return the state of the run, its components, waits and evaluations; `with_summary` adds one in sentences."""
+        """Return state, components, waits and evaluations of the run; `with_summary` adds a summary in sentences."""
         fields = await self.run_state.read_fields()
         components, waits = await self.components.read()
         evals, best = await self.evaluations.all_and_best()

@@ -135,7 +135,7 @@ def settings_router(buffer: Buffer, auth: Authenticator) -> APIRouter:
 
     @api.get("/run/searchers", operation_id="scaling", dependencies=auth.only("viewer", "trainer"))
     async def scaling(after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> ScalingInfo:
-        """Return how many searchers are desired and alive, and the changes of the first after the revision `after`."""
+        """Return how many searchers are desired and alive, and the changes of `desired` after the revision `after`."""
         return await buffer.scaling.info(after=after)
 
     @api.patch("/run/searchers", operation_id="scale", dependencies=auth.only("operator"))

@@ -25,8 +25,7 @@ Amount = NDArray[np.int64]
 
 
 class Evictor:
-    """Evicts rollouts until the buffer is within its limits. One enforcement serves all pushes that wait for one.
-    """
+    """Evicts rollouts until the buffer is within its limits. One enforcement serves all pushes that wait for one."""
 
     def __init__(self, context: Context, view: IndexView, lineages: Lineages, run_state: RunStateReader) -> None:
         self._context = context
@@ -42,7 +41,7 @@ class Evictor:
         self._kept: Amount = np.zeros(2, dtype=np.int64)
         """The rollouts and bytes that the last enforcement left."""
         self._added: Amount = np.zeros(2, dtype=np.int64)
-        """The rollouts and bytes that were pushed since it began."""
+        """The rollouts and bytes that were pushed since that enforcement began."""
         self._last_number: int | None = None
 
     def record_added(self, num_new: int, num_bytes: int) -> bool:

@@ -2,8 +2,8 @@
 
 This is the diversity filter of red-teaming. Two responses are near when their edit distance in tokens is below `share`
 times the sum of their lengths, as in the replay buffer of https://github.com/GFNOrg/red-teaming (arXiv 2405.18540;
-`sim_tolerance` there). Of two scored rollouts that are near, the one with the higher reward stays; of equal rewards,
-the older. Afterwards no two are near.
+`sim_tolerance` there). When two scored rollouts are near, the one with the higher reward stays; with equal rewards,
+the older one. Afterwards no two scored rollouts of a prompt are near.
 """
 
 from __future__ import annotations

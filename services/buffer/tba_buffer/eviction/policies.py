@@ -98,7 +98,7 @@ class _Plan:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.chosen: list[tuple[str, Rows]] = []
-        """(reason, rows); each row once, no rows empty."""
+        """Pairs (reason, rows); no row occurs twice, and no array of rows is empty."""
         self.dropped = NO_ROWS
         """All chosen rows, ascending."""
         self.num_left, self.num_bytes_left = index.num_live, index.payload_bytes
@@ -210,7 +210,7 @@ class _DuplicateTokens:
         return rows[rows >= 0]
 
     def remove(self, index: Index, rows: Rows) -> None:
-        """Forget rows that go, for any reason."""
+        """Forget rows that are evicted for any reason."""
         for key, position in _keys(index, rows):
             if self._newest.get(key) == position:
                 del self._newest[key]

@@ -110,7 +110,7 @@ class Drawn:
 
     @classmethod
     def unpack(cls, position: int, data: bytes) -> Drawn:
-        """Read what `pack` wrote.
+        """Decode the bytes of `pack`.
 
         Raises:
             ValueError: `data` was not written by `pack`.

@@ -243,8 +243,8 @@ class Compactor:
 
     Args:
         context: Redis and settings.
-        min_events: a checkpoint is due when the log has more positions than both this and half the live rollouts, or
-            more entries than both a quarter of this and an eighth of the live rollouts.
+        min_events: a checkpoint is due when the log has more positions than this, and than half the live rollouts. It
+            is also due with more entries than a quarter of this, and than an eighth of the live rollouts.
         piece_records: records per piece.
     """
 
@@ -330,7 +330,7 @@ class CheckpointHead:
 
 
 async def read_head(context: Context) -> CheckpointHead:
-    """Return the head of the log's checkpoint.
+    """Read the head of the log's current checkpoint from Redis.
 
     Raises:
         UnavailableError: Redis did not answer, or the head is damaged.

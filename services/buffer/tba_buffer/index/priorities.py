@@ -27,8 +27,8 @@ class SumTree:
     """Whole-number weights over numbered leaves: change some, or draw one by its share of the total, in O(log n).
 
     A complete binary tree in one array: node i has children 2i and 2i + 1, leaf j is node capacity + j. Sums of whole
-    numbers are exact in any order, so nothing drifts, and two trees with the same leaves in the same order answer alike
-    even where one has more empty leaves in between.
+    numbers are exact in any order, so nothing drifts. Two trees with the same leaves in the same order give the same
+    draws, even if one has more empty leaves in between.
 
     Args:
         num_leaves: number of leaves, rounded up to a power of two.
@@ -134,7 +134,7 @@ Keeps = Callable[[Leaves], NDArray[np.bool_]]
 
 
 class Priorities:
-    """A set of leaves 0, 1, ... (the members), each with a value, to draw from (see the module).
+    """Numbered leaves, some of which are members with a value; draws choose members (see the module docstring).
 
     Args:
         values: [n] value of each leaf; ignored for leaves that are no members.
@@ -307,7 +307,7 @@ def log_probabilities(
 def gumbel_terms(
     values: NDArray[np.float64], *, inverse_temperature: float, uniform_share: float
 ) -> tuple[NDArray[np.float64], float]:
-    """Return terms [n] and a scale: `gumbel_top_k` of terms and scale * noise draws by `log_probabilities`."""
+    """Return terms [n] and a scale: with terms and scale * noise, `gumbel_top_k` draws by `log_probabilities`."""
     # the values themselves: multiplied by a large number, some could not be told apart (but a tiny inverse temperature
     # cannot be divided by)
     if uniform_share == 0 and inverse_temperature > 1e-280:

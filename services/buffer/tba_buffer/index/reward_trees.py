@@ -20,7 +20,7 @@ from tba_buffer.index.tables import Columns, Groups, PromptRows, Prompts, Rows
 class _Tree:
     priorities: Priorities
     inverse_temperature: float
-    """The one of the weights exp(inverse_temperature * reward)."""
+    """The parameter of the weights exp(inverse_temperature * reward)."""
     end: int
     """Used by `of_prompt` alone: places in the block from here on are not in the tree yet."""
     capacity: int
@@ -47,7 +47,7 @@ class RewardTrees:
     Args:
         columns, rows_by_prompt: the tables of the index.
         is_drawable: returns which of rows [n] batches may hold, [n] bool.
-        big_prompt: a prompt with more drawable rows than this is big.
+        big_prompt: a prompt with more drawable rows than this is big: `of_prompts` needs its tree of `of_prompt`.
     """
 
     def __init__(

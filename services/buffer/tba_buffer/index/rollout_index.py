@@ -350,8 +350,8 @@ class Index:
         """Find the recent rollouts again. O(recent).
 
         Recent are the rollouts after the last publication but one; before the second publication, all. With
-        `alternate`, they are the ones after the last publication: the rollouts of a phase are there before it draws,
-        and rollouts left behind by an earlier phase (after a kill of the trainer) have another age.
+        `alternate`, they are the ones after the last publication: the rollouts of a phase are there before it draws.
+        Rollouts left behind by an earlier phase (after a kill of the trainer) have another age.
         """
         table, num_back = self.columns, 1 if self.settings.alternate else 2
         self._recent_from = table.first

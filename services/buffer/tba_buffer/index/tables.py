@@ -226,7 +226,7 @@ class VersionNumbers:
 
 
 class PromptRows:
-    """Start, length and size [P] of the block of each prompt number.
+    """The rows of each prompt: the start, length and size [P] of its block in the arena.
 
     Args:
         is_live: returns which of rows [n] are live, [n] bool.
@@ -343,7 +343,7 @@ class PromptRows:
 
 
 class PromptSet:
-    """Members among prompt numbers 0, 1, ...: one flag each, and the members of every 64 counted."""
+    """A set of prompt numbers: one flag per number 0, 1, ..., and the count of members in every 64 numbers."""
 
     def __init__(self) -> None:
         self._flags = np.zeros(_CHUNK, dtype=bool)

@@ -30,7 +30,7 @@ from tba_buffer.storage.redis_client import redis_errors
 Floats = NDArray[np.float64]
 MAX_POINTS = 2000
 MAX_NAMES_CHARS = 4096
-"""Percent-encoded they must fit into the first line of a request (64 KiB)."""
+"""Most characters of all asked names: percent-encoded, they must fit into the first line of a request (64 KiB)."""
 MAX_NAMES_ASKED = 500
 MAX_NAMES = 2000
 """Most metrics that are kept: a bound on memory, in case something makes up a new name in each step."""
@@ -82,7 +82,7 @@ class StepMetrics:
     def __init__(self) -> None:
         # arrays of Python, which grow at their end without a copy of each
         self.lineages, self.steps, self.at_s = array("q"), array("q"), array("d")
-        """[rows]; `at_s`: when they were acked, Unix seconds."""
+        """[rows]; `at_s`: Unix seconds at which the steps were acked."""
         self.columns: dict[str, array[float]] = {}
         """Every metric that any step has, in the order in which they first came; NaN where it is unknown."""
         self._left_out: set[str] = set()

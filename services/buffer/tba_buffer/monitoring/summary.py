@@ -25,7 +25,7 @@ MIN_SCORED = 64
 STARVED_SHARE = 0.5
 URGENT_FAILED_SHARE = 0.5
 FAILED_SHARE = 0.05
-"""Fewer failed scores may be what the scorer means: it abstains, or an answer is too long."""
+"""A smaller share of failed scores is normal: a scorer may abstain, or an answer may be too long."""
 LOW_ESS = 0.3
 TIED_SHARE = 0.8
 REMEDY_OF_WAIT = {

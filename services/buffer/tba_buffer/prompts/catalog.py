@@ -3,7 +3,7 @@
 The cursor "epoch:offset:size" lives in Redis, so a restart continues where it was. An epoch visits the train prompts
 that existed when it began; prompts uploaded later join the next one. Visit ids are `visit-<epoch>-<offset>`.
 
-With `data.selection = "posterior"` an epoch has as many visits, but the prompt of each is chosen by its posterior
+With `data.selection = "posterior"` an epoch has as many visits, but each visit's prompt is chosen by its posterior
 success, as in MoPPS (arXiv 2507.04632). A prompt's success rate has the prior Beta(1, 1), so after s successes in n
 scored rollouts its posterior is Beta(1 + s, 1 + n - s). Per visit, NUM_CANDIDATES prompts each get one Thompson draw
 of their rate, and the draws nearest to the target win. A prompt without scored rollouts draws uniformly, so it is tried

@@ -45,7 +45,7 @@ class Evaluations:
 
         Raises:
             FencedError: a newer lineage owns the run.
-            ConflictError: there are no held-out prompts, or the version (or any) was never announced.
+            ConflictError: there are no held-out prompts, no version was announced, or not the requested one.
         """
         run, section, now = await RunHash.read(self._context), self._context.recipe.eval, self._context.clock()
         version, token = request.version or run.latest_version, request.token or run.token

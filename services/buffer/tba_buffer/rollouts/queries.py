@@ -71,7 +71,7 @@ class PageRequest(RolloutFilter):
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A stored rollout: its log position, the batches that drew it, and its payload."""
+    """A stored rollout: its log position, the number of batches that drew it, and its payload."""
 
     rollout_id: bytes
     position: int
@@ -162,8 +162,8 @@ class RolloutReader:
                 read. They count even if a filter that needs payloads would have excluded them.
 
         Raises:
-            BadRequestError, NotFoundError: as `page`.
-            UnavailableError: Redis did not answer; also while it iterates.
+            BadRequestError, NotFoundError: as in `page`.
+            UnavailableError: Redis did not answer; the iterator may raise it too.
         """
         selection = Selection.of(wanted, self._catalog, order="oldest", cursor=None)
         index = await self._view.catch_up()
@@ -198,7 +198,7 @@ class RolloutReader:
     ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
         """Read the rollouts at log positions in chunks: `num_first`, then twice as many each time, to CHUNK_ROLLOUTS.
 
-        A chunk has CHUNK_BYTES at most, or one rollout. Those that are evicted are left out.
+        A chunk has CHUNK_BYTES at most, or one rollout. Evicted rollouts are left out.
 
         Yields:
             The number of positions read so far, and the matching rollouts of this chunk.

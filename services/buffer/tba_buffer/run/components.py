@@ -29,7 +29,7 @@ MAX_TRAINERS = 64
 OTHER_NAMES = "other"
 _TOTAL = b"total:"
 ABSENT_AFTER_S = 60.0
-"""After this time without a trainer people are told. A trainer sends heartbeats once it has its model."""
+"""After this time without a trainer GET /v1/run says so. A trainer sends heartbeats once it has its model."""
 OVER: tuple[RunState, ...] = ("done", "failed")
 _LOOK = "look at the trainer's log, on Kubernetes at its Job and pods"
 FORGET_AFTER_S = 3600.0
@@ -91,7 +91,7 @@ class Components:
         """Store a heartbeat, and count the component's time and, of a trainer, its waits.
 
         Raises:
-            ConflictError: it belongs to another run.
+            ConflictError: the component belongs to another run.
             BusyError: as many components of this kind as can be remembered are alive.
             ForbiddenError: a component of another kind has the id.
         """

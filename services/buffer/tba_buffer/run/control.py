@@ -63,7 +63,7 @@ class RunControl:
         Raises:
             FencedError: done or fail without the active token; any command with another token.
             RollbackError: done, while a rollback is pending.
-            ConflictError: the state does not allow it.
+            ConflictError: the current state does not allow the command.
         """
         _, allowed_from, needs_token = COMMANDS[name]
         # a token that is sent is always checked, so that a trainer that was replaced cannot pause or stop the run

@@ -85,7 +85,7 @@ class Lineages:
         """Start a lineage for a trainer from `request.parent`. A repeated request id gets the lineage that it took.
 
         In the same call, a registered checkpoint with a later step than the parent is replaced by the parent's or
-        removed, and the rollback that the start obeys is no longer pending.
+        removed. The rollback that the start obeys is then no longer pending.
 
         Raises:
             ConflictError: the rollback to obey is no longer pending, and nothing was changed: the trainer reads the run
@@ -174,7 +174,7 @@ class Lineages:
 
         Raises:
             FencedError: a newer lineage owns the run.
-            RollbackError: a rollback is pending. Trainers delete old checkpoints after this call; its one must stay.
+            RollbackError: a rollback is pending: the trainer would delete old checkpoints now, perhaps its one.
             ConflictError: the version is not in the history of the active lineage.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"

@@ -4,9 +4,9 @@
     read_fields  returns the RunHash, for people
 
 A field that cannot be read is an error with its name, since no work may be handed out by a guess.
-Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read beside them: scripts
-compare the token themselves, and the pages of the audits and of the ledger read the run in one transaction with their
-lines. RunHash (storage/context.py) parses the fields for all.
+Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read together with them:
+scripts compare the token themselves, and a page of the ledger reads the run in one transaction with its lines. RunHash
+(storage/context.py) parses the fields for all.
 
 Flow control is pure functions of the counts:
 
@@ -19,14 +19,14 @@ Flow control is pure functions of the counts:
     alternate    after each publication: generation runs until k batches' worth arrived, sampling waits
                  ("alternate-generate");
                  then sampling runs for k batches, generation waits ("alternate-train"), until the next one
-    either       generation waits ("unscored") when only rollouts with an unknown reward hold it up: they count as if
-                 they were scored, and they fill at most half of the buffer
+    either       generation waits ("unscored") when it would not wait without the rollouts with an unknown reward, which
+                 count as if they were scored; or when these fill half of the buffer
 
 `inserted` counts scored rollouts: only those can be trained on. Leased and pending ones count for generation, so that
 many searchers do not overshoot together, and generation stops by itself while the reward service is away.
 
-The two sides never wait for each other: generation never waits while no batch could be drawn at all and nothing is on
-its way, and the error margin is at least one batch and one rollout's worth of samples. When both wait, rollouts are on
+The two sides never wait for each other. Generation never waits while no batch could be drawn and no rollout is on its
+way. The error margin is at least one batch, and one rollout's worth of samples. When both sides wait, rollouts are on
 lease (they arrive, or their lease expires) or pending (they are scored, or end as failed). A push is never refused for
 flow control, since its rollouts are paid for (docs/adr/0006-leases-wait-not-pushes.md).
 """
@@ -91,7 +91,7 @@ class FlowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowCounts:
-    """Where the run stands, in rollouts unless the name says otherwise."""
+    """The counts that flow control decides by, in rollouts unless the name says otherwise."""
 
     stored: int
     """Scored rollouts stored now that batches may hold."""
@@ -118,7 +118,7 @@ class FlowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawLimits:
-    """Limits that must still hold when a batch is recorded, since draws run at the same time. None: no limit.
+    """Limits that must still hold when a batch is recorded, since the run may have changed. None: no limit.
 
     `max_drawn` counts rollouts and `max_batches` counts batches since publication number `publications`, the newest
     one; both include the new batch.

@@ -70,9 +70,9 @@ class BatchDrawer:
 
     Args:
         context: Redis and settings.
-        catalog: names the prompts.
+        catalog: gives the ids of prompts.
         run_state: reads the run and its index.
-        components: shows held waits.
+        components: show the wait of a held request.
     """
 
     def __init__(

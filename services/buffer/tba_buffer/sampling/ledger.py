@@ -8,8 +8,8 @@ The ledger is an append-only list of two kinds of lines, in the order of events.
     batch    step (lineage, step) consumed this batch (written by ack.lua)
     resume   a trainer started: its new lineage, and the version that it continues from (written by start_lineage.lua)
 
-Lines are never changed. The lineages' parents say what a resume has abandoned: the batch lines outside the history of
-the active lineage.
+Lines are never changed. A resume has abandoned the batch lines outside the history of the active lineage, which follows
+from the parents of lineages.
 """
 
 from __future__ import annotations

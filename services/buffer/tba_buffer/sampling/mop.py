@@ -6,7 +6,7 @@ from everything:
     slot:    one prompt of its pool that this batch has not used yet
              (once the batch has used every prompt there is, all may be used again)
       within   uniform among those of the pool with the fewest turns, so all are used before one is used again, across
-               batches; recent and replay slots take turns apart (index/draws.py)
+               batches; recent and replay slots count turns separately (index/draws.py)
       across   recent slots: the same; replay slots: p = (1 - u) M / sum of all M + u / P,
                M = sum of w over the prompt's rollouts; they take no turns
     w        exp(inverse_temperature * reward)
@@ -16,8 +16,8 @@ from everything:
              else with replacement (the distinct ones are counted)
 
 Rollouts that were in `max_uses` batches are in no pool. `Index` says what is recent, and what was drawn before. A draw
-is a function of what the index holds, the settings and the seed: an index that was rebuilt draws the same. No
-probability is rounded by more than float64 rounds.
+is a function of the content of the index, the settings and the seed: a rebuilt index draws the same. Probabilities are
+exact up to float64 rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_ROUNDS = 8
 
 
 class Slot(NamedTuple):
-    """One drawn slot. `rows` has K entries; `wanted_recent` and `source` differ exactly on a fallback."""
+    """One drawn slot with K `rows`. `wanted_recent`: the coin asked for recent data; `source`: the pool drawn from."""
 
     prompt: int
     source: Source

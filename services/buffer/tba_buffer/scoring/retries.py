@@ -31,10 +31,10 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
 LONGEST_WAIT_S = sum(min(FIRST_PAUSE_S * 2**at, MAX_PAUSE_S) for at in range(MAX_TRIES - 1))
 """From the first try to the last, 38 minutes: an endpoint that is rolled out, or lost its machine, is back by then."""
 MAX_REQUESTS = 64
-"""A request takes at least this fraction (1/64) of the due rollouts, however small their tries would make it."""
+"""A request takes at least 1 / MAX_REQUESTS of the due rollouts, even if many tries would make it smaller."""
 SILENT_TRIES = 5
 SILENT_TRIES_UNPROVEN = 25
-"""Many, because the only evidence against the item then is that the service answers another kind of request."""
+"""Tries while no item was ever scored: many, since the only evidence is an answer to another kind of request."""
 MIN_PARKED_S, MAX_PARKED_S = 0.5, 30.0
 REMOVE_GONE_EVERY_S = 60.0
 """Hundreds of thousands may wait: looking at each of them for every request would hold up the service."""
@@ -125,8 +125,8 @@ class RetryQueue:
     def next_due(self, positions: list[int], max_items: int) -> list[int]:
         """Return the log positions whose scores to request now: [] if none is due.
 
-        They are one silent rollout that is due, alone; or all new ones; or due ones, half as many per try of the first.
-        New and due ones take turns.
+        They are one silent rollout that is due, alone; or all new ones; or due ones: about max_items / 2^n if the first
+        of them had n tries. New and due ones take turns.
 
         Args:
             max_items: the most that one request may hold; new ones are not cut to it.

@@ -146,10 +146,10 @@ class SnapshotReader:
         self._held: OrderedDict[int, bytes] = OrderedDict()
 
     async def places(self) -> NDArray[np.void]:
-        """Return the live table (PLACE_DTYPE), by ascending log position.
+        """Read the live table (PLACE_DTYPE), by ascending log position.
 
         Raises:
-            DigestError, MalformedError, StoreError
+            DigestError, MalformedError, StoreError: an object is damaged, or the store failed.
         """
         pieces = [decode_places(await self._get(stored)) for stored in self._manifest.live]
         places = np.concatenate(pieces) if pieces else np.zeros(0, dtype=PLACE_DTYPE)
@@ -161,10 +161,10 @@ class SnapshotReader:
         return places
 
     async def payloads(self, places: NDArray[np.void]) -> list[bytes]:
-        """Return the payloads of the rollouts at these places.
+        """Read the payloads of the rollouts at these places [n]. [n]
 
         Raises:
-            DigestError, MalformedError, StoreError
+            DigestError, MalformedError, StoreError: an object is damaged, or the store failed.
         """
         found = []
         for _, number, offset, num_bytes in places.tolist():
@@ -190,7 +190,7 @@ class SnapshotReader:
         """Yield the prompts in upload order, one object at a time.
 
         Raises:
-            DigestError, MalformedError, StoreError
+            DigestError, MalformedError, StoreError: an object is damaged, or the store failed.
         """
         for stored in self._manifest.prompts:
             lines = (await self._get(stored)).splitlines()

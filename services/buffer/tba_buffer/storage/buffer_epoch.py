@@ -24,12 +24,12 @@ class BufferEpoch:
     def __init__(self, redis: BytesRedis, keys: Keys, run: str) -> None:
         self._redis, self._keys, self._run = redis, keys, run
         self.number = 0
-        """0: this process has not taken the run yet."""
+        """The epoch of this process; 0: it has not taken the run yet."""
         self.refused: str | None = None
         """Why this process serves nothing any more, once it has found the epoch of a newer one."""
 
     async def take(self, now_s: float) -> None:
-        """Take the next epoch: this process owns the run from now on, and Redis refuses writes of older processes.
+        """Take the next epoch: now this process owns the run, and older ones cannot change stored rollouts any more.
 
         Raises:
             ConfigError: the run is stored in another format.

@@ -1,8 +1,8 @@
 """The context that every part of this service is built with: the recipe, the storage of the run, and the clock.
 
-Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat: one
-that is run again with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports
-and counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
+Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat: a
+second run with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports and
+counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
 
 Every call that asks Redis raises UnavailableError while Redis does not answer. Docstrings outside this package name
 only further errors. RunHash parses the fields of the `run` hash for all other modules.
@@ -165,7 +165,7 @@ class Scripts:
         return replies
 
     async def accept_loss(self, **args: Any) -> int:
-        """Run accept_loss.lua, the one script that may run while Redis has lost data; return its number.
+        """Run accept_loss.lua, the one script that may run after a loss; return the number that counting goes on from.
 
         Raises:
             SupersededError: a newer buffer process owns the run.
@@ -231,7 +231,7 @@ class Context:
     """Wakes waiting lease requests: after a draw, a return of leases, an evaluation, a weight version, or a change of
     the run's state. Nothing notifies other reasons to grant a lease, so waiting requests also poll."""
     mutation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while stored rollouts are changed or removed: by evictor, scorer, rescoring, the end of a snapshot.
+    """Held by evictor, scorer, re-scoring and a snapshot's last pass, so that one alone changes or removes rollouts.
 
     Pushes do not need it. Its holder first catches the index up, so that the index has every rollout to be changed.
     """

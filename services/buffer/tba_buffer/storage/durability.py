@@ -130,7 +130,7 @@ class DurabilityCheck:
         """Raise unless Redis is durable; after a new connection, check Redis first.
 
         Raises:
-            UnavailableError: Redis may lose it.
+            UnavailableError: Redis may lose acknowledged changes, or takes no writes.
         """
         if self._num_connections != self._num_connections_checked and self.broken != READING_AGAIN:
             async with self._checking:

@@ -48,18 +48,18 @@ checkpoint that was never completed expire by themselves.
 |                 |        | checkpoint_key; lineage_position (log position at the start of    | register_checkpoint,  |
 |                 |        | the lineage); origin (JSON of the snapshot that the run began     | load_snapshot         |
 |                 |        | with), origin_cursor (how far in the log of the snapshot it is    |                       |
-|                 |        | loaded), forked_from; rollbacks, how many lineages began with one |                       |
-|                 |        | of an alarm; rollback (JSON of the operator's that waits),        | rollback,             |
-|                 |        | rollback_by (ids of the last requests); checkpoints_kept: those   | start_lineage,        |
-|                 |        | that the trainer had not deleted when it registered one           | register_checkpoint   |
-|                 |        | losses_accepted, changes_lost: that Redis had lost;               | accept_loss           |
-|                 |        | loss_accepted_by: request id of the last acceptance;              | accept_loss           |
-|                 |        | changes_missing: lost, and not accepted, as it was found out      | lost_changes.py,      |
+|                 |        | loaded), forked_from; rollbacks (how many lineages began with a   |                       |
+|                 |        | rollback of an alarm); rollback (JSON of an operator's pending    | rollback,             |
+|                 |        | one), rollback_by (ids of the last requests); checkpoints_kept    | start_lineage,        |
+|                 |        | (that the trainer keeps, as of the last one registered);          | register_checkpoint   |
+|                 |        | losses_accepted (how many), changes_lost (number in all of them); | accept_loss           |
+|                 |        | loss_accepted_by (request id of the last acceptance);             | accept_loss           |
+|                 |        | changes_missing (number of lost changes, not accepted yet)        | lost_changes.py,      |
 |                 |        |                                                                   | accept_loss           |
 | run_changes     | list   | JSON lines, oldest first: who changed the state or accepted a     | command, accept_loss, |
 |                 |        | loss, when and why                                                | start_lineage         |
-| components      | hash   | component id -> JSON of its last heartbeat; an hour of silence    | components.py         |
-| component_times | hash   | kind of component -> seconds that those of it were there          | component_times.py    |
+| components      | hash   | component id -> JSON of its last heartbeat; until silent for 1 h  | components.py         |
+| component_times | hash   | kind of component -> seconds that components of it were alive     | component_times.py    |
 | trainer_waits   | hash   | total:<wait> -> seconds that trainers waited, ever; seen:<id> ->  | count_waits           |
 |                 |        | JSON of what that trainer had waited when it was last counted, of |                       |
 |                 |        | the 64 trainers that started last                                 |                       |

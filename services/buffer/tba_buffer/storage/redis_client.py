@@ -131,7 +131,7 @@ def refused_writes(error: RedisError) -> str | None:
 
 
 def may_be_late(error: RedisError) -> bool:
-    """Return whether waiting may help, because Redis or its DNS name is not there yet; TLS errors stay."""
+    """Return whether waiting may help, because Redis or its DNS name is not there yet. Refusals and bad TLS stay."""
     is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthorizationError)
     return is_away and not isinstance(error.__cause__ or error.__context__, ssl.SSLError)
 
@@ -151,7 +151,7 @@ def redis_errors(what: str) -> Iterator[None]:
     """Raise UnavailableError for every error of Redis while it does `what`, so that nothing is acknowledged.
 
     Raises:
-        UnavailableError: Redis is away, loading, full, read-only, or cannot write its file.
+        UnavailableError: Redis is away, loading, full, read-only, cannot write its file, or gave another error.
     """
     try:
         yield
@@ -300,11 +300,11 @@ class MultiplexedConnection:
         self._pool, self._on_connected = redis.connection_pool, on_connected
         self._connecting: asyncio.Task[_Socket] | None = None
         self._sockets: set[_Socket] = set()
-        """The newest takes calls, older ones wait for late replies."""
+        """The newest one takes calls; older ones wait for late replies."""
         self._is_closed = False
 
     async def run(self, *commands: Command) -> list[Any]:
-        """Return one reply per command, in order.
+        """Run commands, and return one reply per command, in order.
 
         Raises:
             ResponseError (of redis-py): the first error among the replies; the other commands were run all the same.

@@ -9,8 +9,8 @@ void    A batch that became void, or that a resume has abandoned, gives back its
         newest MAX_DRAWS batches are remembered. Each prompt of the batch loses one turn per slot, whatever was drawn
         since. The floor falls with them: a finished round is open again until these prompts have had their turns.
 
-sampling/mop.py chooses the prompts. A draw event names the turn of each slot and the floor at the draw, so the same
-events give the same turns whatever else happens between them.
+sampling/mop.py chooses the prompts. A draw event names the turn of each slot and the floor at the draw. So the same
+events give the same turns, whatever else happens between them.
 """
 
 from __future__ import annotations

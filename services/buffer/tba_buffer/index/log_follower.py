@@ -54,8 +54,8 @@ class IncompleteLogError(UnavailableError):
 class _Replayed:
     """An index and the last log entry in it. The log still has that entry, unless Redis lost data.
 
-    `last` is None when the index is fresh or empty, or when it ends before the first entry of the log (possible after a
-    restore from a checkpoint). The two fields change together, also when a later entry cannot be read.
+    `last` is None when the index is empty. It is also None when the index was restored from a checkpoint and ends
+    before the first entry of the log. The two fields change together, also when a later entry cannot be read.
     """
 
     index: Index

@@ -10,8 +10,8 @@ of their rate, and the draws nearest to the target win. A prompt without scored 
 soon. A prompt known to be too easy or too hard draws far from the target, so it is rare until its posterior is wide.
 
 Only rollouts stored now count: eviction replaces the paper's discount of old evidence. So the limits of the buffer
-(`max_rollouts`, `max_rollouts_per_prompt`, `max_policy_age_steps`) also bound what the posterior remembers, and a
-prompt whose rollouts are all evicted has the prior again.
+(`max_rollouts`, `max_rollouts_per_prompt`, `max_policy_age_steps`) also bound what the posterior remembers. A prompt
+whose rollouts are all evicted has the prior again.
 """
 
 from __future__ import annotations

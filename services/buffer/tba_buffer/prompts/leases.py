@@ -37,8 +37,8 @@ so they take a tenth of its one core."""
 MAX_HELD = 16
 """Most requests that are held at the same time; each reads the state of the run again after every change."""
 POLL_S = 0.25
-"""A held request looks again after this long even if nothing was notified: leases expire, rollouts are evicted, and
-another process of the buffer may have changed the run."""
+"""A held request looks again after this long even if nothing was notified. Leases may have expired, rollouts may have
+been evicted, and another buffer process may have changed the run."""
 ATTEMPTS = 3
 
 

@@ -1,7 +1,7 @@
 """The text that each token of a response adds, for people who look at log-probs token by token.
 
-`tokenizer.json` of the run's model is read from the object store, once, and the tokenizer is kept in memory (for
-128,000 tokens: about 110 MB, and nothing else runs for the half second that it takes to parse).
+`tokenizer.json` of the run's model is read from the object store once, and the tokenizer stays in memory. With 128,000
+tokens it takes about 110 MB, and parsing it stops the whole process for half a second.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ def absent_trainer(
 ) -> str | None:
     """Return a sentence while the run could continue and no trainer has been heard of for ABSENT_AFTER_S; else None.
 
-    A trainer that fails until nobody starts it again (a Job at its backoffLimit) leaves the state of the run as it is,
-    since the next one continues the run. Searchers generate until flow control stops them.
+    When a trainer has failed so often that nobody starts it again (a Job at its backoffLimit), the state of the run
+    stays, since the next trainer continues it. Searchers generate until flow control stops them.
 
     Args:
         step: the last acked step.

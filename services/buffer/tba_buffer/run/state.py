@@ -4,8 +4,8 @@
     read_fields  returns the RunHash, for people
 
 A field that cannot be read is an error with its name, since no work may be handed out by a guess.
-Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read together with them:
-scripts compare the token themselves, and a page of the ledger reads the run in one transaction with its lines. RunHash
+Every request asks the RunStateReader, once. Fields that must be atomic with other keys are read together with them.
+So scripts compare the token themselves, and the ledger reads its lines and the run in one transaction. RunHash
 (storage/context.py) parses the fields for all.
 
 Flow control is pure functions of the counts:
@@ -22,8 +22,8 @@ Flow control is pure functions of the counts:
     either       generation waits ("unscored") when it would not wait without the rollouts with an unknown reward, which
                  count as if they were scored; or when these fill half of the buffer
 
-`inserted` counts scored rollouts: only those can be trained on. Leased and pending ones count for generation, so that
-many searchers do not overshoot together, and generation stops by itself while the reward service is away.
+`inserted` counts scored rollouts: only those can be trained on. Leased and pending ones count for generation. So many
+searchers do not overshoot together, and generation stops by itself while the reward service is away.
 
 The two sides never wait for each other. Generation never waits while no batch could be drawn and no rollout is on its
 way. The error margin is at least one batch, and one rollout's worth of samples. When both sides wait, rollouts are on

@@ -9,7 +9,7 @@
 Draws run one at a time, since each takes turns of prompts and uses of rollouts (index/draws.py) that the next one must
 know. draw.lua adds the draw to the log, and refuses it if another process has recorded a draw since the read. A second
 request for the same (lineage, step) gets its open batch. A batch past its deadline is void and never returned again. A
-draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429; everything that
+draw that must wait holds the request (a named wait in GET /v1/run) until `wait_s`, then answers 429. Everything that
 may end a wait notifies `context.changed`.
 """
 

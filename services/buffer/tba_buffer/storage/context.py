@@ -1,6 +1,6 @@
 """The context that every part of this service is built with: the recipe, the storage of the run, and the clock.
 
-Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat: a
+Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a script, atomic and safe to repeat. A
 second run with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports and
 counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
 

@@ -1,4 +1,4 @@
-"""The searcher's loop: one event loop, one engine in a thread of its own, one place where they meet (`_engine_task`).
+"""The searcher's loop: one event loop, and one engine in its own thread; only `_engine_task` connects the two.
 
       buffer                                                                        object store
         | leases                                                                         | versions
@@ -8,7 +8,7 @@
                                            WorkQueue --complete visits--> Delivery.score_forever --> push_forever
                                                                               | reward service         | buffer
    SearcherStatus.send_forever: state, version, oldest wait and gauges to the buffer, every second
-   LeaseManager.renew_forever: new deadlines for the visits that are here, a third into each lease
+   LeaseManager.renew_forever: renews the leases of all visits here, after a third of a lease
 
  The states of a visit: generation/visits.py. The waits, with their names and deadlines:
 
@@ -32,13 +32,12 @@
                  lease request                                               unscored), until 0.95 pushes and that
                                                                              answer; then all leases are returned
 
-Weights change only between two decode steps. With `sampling.alternate` training visits are not begun before the version
-that they are for is loaded. Evaluations pin a version: training visits are not begun while another
-version is pinned, active requests finish first, then the pinned version is loaded. When no evaluation is left, the
-newest version is.
+Weights change only between two decode steps. With `sampling.alternate` training visits wait until the newest version is
+loaded. An evaluation pins a version. While another version is pinned, no training visits begin: active requests finish,
+then the pinned version is loaded. After the last evaluation the newest version is loaded again.
 
-A dead engine costs only the rollouts that it was decoding: as in a drain, finished rollouts are delivered and leases
-returned, then the searcher ends with the reason.
+If the engine dies, only the rollouts that it was decoding are lost. As in a drain, finished rollouts are delivered and
+leases returned; then the searcher ends with the reason.
 """
 
 from __future__ import annotations
@@ -69,23 +68,23 @@ TICK_S = 0.05
 LEASES_EXPIRE = "lease request not answered; leases that it was granted expire"
 MAX_LEASES = 256
 ROUND_WAIT_S = 0.25
-"""While the engine decodes: how long a request waits at the buffer for a whole round of slots, since visits of one
+"""While the engine decodes: how long a lease request waits at the buffer for a whole round of slots. Visits of one
 reply are decoded, scored and pushed together."""
 MAX_UNPUSHED_ROLLOUTS = 2048
 """Generation waits (named) when this many finished rollouts wait for scores or for the buffer: eight whole pushes."""
 IDLE_WAIT_S = 1.0
-"""While the engine is idle: how long a request waits for any lease."""
+"""While the engine is idle: how long a lease request waits at the buffer for any lease."""
 log = get_logger("loop")
 
 
 class SearcherLoop:
-    """Runs until the run is over, or until `stop` is set and the drain is done.
+    """Leases, samples and delivers visits until the run is over, or until `stop` is set and the drain is done.
 
     Args:
         current: the version that the engine holds.
-        buffer: a client that retries only briefly; the loop waits itself, under a name.
-        heartbeats: another client, so that neither a heartbeat nor a renewal waits behind a retry.
-        stop: set on SIGTERM.
+        buffer: a client that retries only briefly; the loop itself retries longer, with a named wait.
+        heartbeats: another client, so that heartbeats and renewals never wait behind a retry.
+        stop: the caller sets it on SIGTERM.
         tick_s: how often tasks poll for something in this process.
     """
 
@@ -128,13 +127,13 @@ class SearcherLoop:
             tick_s=tick_s,
         )
         self._aborts: list[str] = []
-        """Ids of requests that are aborted in the next step."""
+        """Ids of the requests that the next step aborts."""
         self._num_round_visits = num_round_visits(recipe)
         self._is_stepping = False
         self._is_leasing = False
         """A request for leases is in progress, or its reply has not been handled yet."""
         self._refused_prompt_ids: set[str] = set()
-        """Prompts that were too long, so that each is logged once."""
+        """Ids of prompts with too many tokens or none: each is logged only once."""
         loader.add(current)
         status.version = current.version
         delivery.on_reply = self.on_reply
@@ -186,7 +185,7 @@ class SearcherLoop:
         )
 
     def on_reply(self, reply: LeaseReply | PushReply) -> None:
-        """Read the newest version and the state of the run from a reply of the buffer."""
+        """Note the newest version and the end of the run from a reply of the buffer."""
         if reply.latest_version is not None:
             newest = PolicyVersion.parse(reply.latest_version)
             if newest != self._newest:
@@ -198,7 +197,7 @@ class SearcherLoop:
             self._run_is_over.set()
 
     async def _lease_task(self) -> None:
-        """Hold three rounds of slots: one being decoded, one in the engine's queue, one in the work queue."""
+        """Lease visits so that three rounds of slots are held: in decoding, in the engine's queue, in the work queue."""
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
         while not self._is_ending:
             num_held = self._queue.num_unsubmitted + self._engine.num_active + self._engine.num_waiting
@@ -294,7 +293,7 @@ class SearcherLoop:
         return len(reply.leases) - len(returned) - len(too_long)
 
     async def _engine_task(self) -> None:
-        """Decide what the engine does next, run it in the engine's thread, and handle the result."""
+        """Choose the engine's next step, run it in the engine's thread, and handle the result; repeat."""
         while self._engine_error is None:
             pinned = self._available_pin()
             target = self._loader.get(self._newest if pinned is None else pinned)
@@ -346,12 +345,12 @@ class SearcherLoop:
                 self._status.state = "running" if self._queue.pinned_version is None else "evaluating"
 
     def _available_pin(self) -> PolicyVersion | None:
-        """Return the version that evaluations need next, once it is on this machine."""
+        """Return the version that the oldest evaluation pins; None if there is none, or it is not on this machine."""
         pinned = self._queue.pinned_version
         return None if self._loader.get(pinned) is None else pinned
 
     def _next_requests(self) -> list[Request]:
-        """Return requests for one round of slots and one ahead, so that no slot is idle and prefills come in groups."""
+        """Return requests that fill all slots and queue as many again: no slot is idle, and prefills come in groups."""
         room = 2 * self._engine.num_slots - self._engine.num_active - self._engine.num_waiting
         if room <= 0 or self._is_ending:
             return []
@@ -369,7 +368,7 @@ class SearcherLoop:
         return requests
 
     async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Finish active requests, deliver, and return all leases that are not complete."""
+        """Finish active requests, deliver complete visits, and return all other leases, within `searcher.drain_s`."""
         self._status.state = "draining"
         drain_s = self._recipe.searcher.drain_s
         begin = time.monotonic()
@@ -396,7 +395,7 @@ class SearcherLoop:
         log.info("drained", num_returned=len(cut_short), num_unpushed=self._status.num_unpushed)
 
     def _is_settled(self) -> bool:
-        """Whether nothing is in flight between this searcher and the services."""
+        """Return whether no lease request, score, push or lease return is in progress."""
         return self._delivery.is_idle and not self._is_leasing and not self._leases.num_returns_in_flight
 
     async def _wait_until(self, done: Callable[[], bool], end: float, tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -405,7 +404,7 @@ class SearcherLoop:
             _raise_first_error(tasks)
 
     async def _return_visits(self, visits: Sequence[Visit], *, also: Sequence[str] = ()) -> list[str]:
-        """Drop visits; return their leases and those of `also`. Returns the ids that could not be returned."""
+        """Drop visits, and give their leases and those in `also` back. Return the ids that were not acknowledged."""
         self._queue.drop(visits)
         return await self._leases.return_leases([*also, *(visit.lease.lease_id for visit in visits)])
 

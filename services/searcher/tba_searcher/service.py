@@ -1,4 +1,4 @@
-"""A searcher from start to end: first version, engine, loop; then exit, or wait for a trainer that resumes the run."""
+"""Runs a searcher: get a first version, start the engine, run the loop; then exit, or wait for a resumed run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def _run_until_told(recipe: Recipe, folder: Path) -> None:
 
 
 def check_device(device: str) -> None:
-    """Try the engine's device before any request to another service."""
+    """Raise ConfigError if torch cannot use the device; called before any request to another service."""
     import torch
 
     try:
@@ -88,9 +88,9 @@ class Clients:
     """The clients of one searcher."""
 
     buffer: BufferClient
-    """Retries only briefly; the searcher waits itself, under a name."""
+    """Retries only briefly; the searcher itself retries longer, with a named wait."""
     heartbeats: BufferClient
-    """Another client of the buffer, so that neither a heartbeat nor a renewal waits behind a retry."""
+    """Another client of the buffer, so that heartbeats and renewals never wait behind a retry."""
     reward: RewardClient
 
     @classmethod
@@ -140,7 +140,7 @@ class Searcher:
             cache = NodeCache(Path(place), max_bytes=recipe.store.cache_bytes, on_wait=self._note_cache_wait)
         self._versions = WeightVersions(open_store(recipe.store), recipe.run.name, cache=cache)
         self._start_wait_s = START_WAIT_S
-        """For the first answer of the buffer."""
+        """How long to wait for the buffer's first answer; 0 after it."""
         self._num_starts = 1
         self._folder = folder / "start-1"
         self._loader = WeightLoader(self._versions, self._folder, counts=self.status.counts)
@@ -148,7 +148,7 @@ class Searcher:
         """A request for the run's state is in progress: it may be granted a lease, which must be returned."""
 
     def _note_cache_wait(self, deadline_s: float | None) -> None:
-        """Show that another searcher of this machine is making the version; None: it is not waited for any more."""
+        """Begin the wait for another searcher of this machine that is making the version; None ends the wait."""
         if deadline_s is None:
             self._waits.end("cache")
         else:
@@ -189,7 +189,7 @@ class Searcher:
         log.info("searcher ends", searcher_id=self.status.searcher_id)
 
     async def _run_unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, with heartbeats meanwhile; None when the searcher is stopped first."""
+        """Await `work` while sending heartbeats, and return its result; None if the searcher is stopped first."""
         task = asyncio.create_task(work)
         heartbeats = asyncio.create_task(self.status.send_forever(self._heartbeats))
         stop = asyncio.create_task(self._stop.wait())
@@ -212,7 +212,7 @@ class Searcher:
                 other.cancel()
 
     async def _start(self) -> SearcherLoop | None:
-        """Wait for the first version that passes its checks; return None when the run is over first."""
+        """Wait for a version that passes its checks and return a loop with it; None if the run is over first."""
         # while the trainer still starts: imported after its first version, it would delay the first batch by seconds
         if self._recipe.searcher.engine == "embedded":  # vLLM's environment depends on the model, and the rest is light
             await in_thread(lambda: importlib.import_module("tba_searcher.engines.torch.engine"))
@@ -234,7 +234,7 @@ class Searcher:
                 await asyncio.sleep(1.0)
 
     async def _first_version(self) -> PolicyVersion | None:
-        """Wait for a version; it and the reference must not be refused. Return None when the run is over."""
+        """Wait until the run has a version that is not refused (nor its reference); None if the run is over."""
         while True:
             reply = await self._ask_state()
             if reply.run_state in RUN_OVER:
@@ -251,7 +251,7 @@ class Searcher:
             await asyncio.sleep(max(reply.retry_after_s, 0.2))
 
     async def _ask_state(self) -> LeaseReply:
-        """Ask for the newest version and the state of the run; return the leases that come along."""
+        """Return a lease reply with the newest version and the run's state; give its leases back at once."""
         request = LeaseRequest(searcher_id=self.status.searcher_id, max_leases=1)
         self._is_asking = True
         try:
@@ -290,7 +290,7 @@ class Searcher:
         return reply
 
     def _build(self, weights: LocalVersion, folder: Path) -> SearcherLoop:
-        """Build engine and loop around one version (blocking: loads the model)."""
+        """Load and check one version, and build the engine and the loop with it. Blocks while the model loads."""
         recipe, settings = self._recipe, self._recipe.searcher
         reference = None
         if recipe.searchers_hold_start:
@@ -344,7 +344,7 @@ class Searcher:
 
 
 def engine_seed(run_seed: int, searcher_id: str) -> int:
-    """Return a seed in [0, 2^63) from the run's seed, the searcher's id and 16 fresh random bytes."""
+    """Return a seed in [0, 2^63) from the run's seed, the searcher's id and 16 fresh random bytes: it never repeats."""
     # random bytes: two searchers, or one started twice, must never sample the same completions
     digest = hashlib.sha256(f"{run_seed}|{searcher_id}|".encode() + os.urandom(16)).digest()
     return int.from_bytes(digest[:8], "big") >> 1

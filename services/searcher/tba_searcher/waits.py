@@ -1,7 +1,7 @@
 """Named waits, and calls of other services that are retried under them.
 
-Every wait has a name and a deadline. A heartbeat shows the wait; one that reaches its deadline ends in an error with
-that name.
+Every wait has a name and a deadline. A heartbeat shows the oldest wait. A wait that reaches its deadline is logged and
+renewed, or ends in an error with its name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _RegisteredWait:
 
 
 class WaitRegistry:
-    """The named waits of this process, at most one per owner (a task)."""
+    """The named waits of one searcher, at most one per owner (a task)."""
 
     def __init__(self) -> None:
         self._waits: dict[str, _RegisteredWait] = {}
@@ -54,7 +54,7 @@ class WaitRegistry:
         return wait.deadline - now
 
     def renew(self, owner: str, name: str, *, detail: str = "") -> None:
-        """Begin or continue a wait of `RETRY_S` that begins anew at its deadline: only the log must show that."""
+        """Begin or continue a wait of `RETRY_S`. At its deadline log a warning and begin it again; raise nothing."""
         if self.begin(owner, name, RETRY_S) <= 0:
             log.warning("wait renewed", wait=name, deadline_s=RETRY_S, detail=detail)
             self.end(owner)
@@ -65,7 +65,7 @@ class WaitRegistry:
         self._waits.pop(owner, None)
 
     def clear(self) -> None:
-        """Remove all waits: their tasks are gone."""
+        """Remove all waits, after their tasks have ended."""
         self._waits.clear()
 
     def current(self) -> Wait | None:
@@ -88,14 +88,14 @@ async def retry_until(
     renew_busy: bool = True,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Call a service; retry while it is busy or away.
+    """Call a service in a thread, and retry with pauses while the service is busy or away.
 
-    A busy answer (429) names what the service waits for, and the wait has that name. A service that does not answer is
-    waited for under `<service>-unreachable`.
+    A busy answer (429) names what the service waits for, and that is the name of the wait. While a service does not
+    answer, the wait is named `<service>-unreachable`.
 
     Args:
-        renew_busy: renew (and log) the wait for a busy service at its deadline instead of raising.
-        should_stop: asked before and after each pause; once true, a call that failed is not made again.
+        renew_busy: whether to log and renew the wait for a busy service at its deadline instead of raising.
+        should_stop: called before and after each pause; once it returns true, a failed call is not retried.
 
     Raises:
         WaitTimeoutError: a wait reached its deadline of `deadline_s`.
@@ -128,7 +128,7 @@ async def retry_until(
 
 
 async def _call_in_thread(call: Callable[[], T], waits: WaitRegistry, owner: str, name: str, deadline_s: float) -> T:
-    """Call in a thread, and register a wait when the call takes longer than SLOW_CALL_S."""
+    """Run `call` in a thread and return its result; register a wait if it takes longer than SLOW_CALL_S."""
     task = asyncio.ensure_future(in_thread(call))
     try:
         if not (await asyncio.wait({task}, timeout=SLOW_CALL_S))[0]:
@@ -140,7 +140,7 @@ async def _call_in_thread(call: Callable[[], T], waits: WaitRegistry, owner: str
 
 
 async def sleep_until(event: asyncio.Event, seconds: float) -> None:
-    """Sleep until something sets the event, at most for `seconds`."""
+    """Clear the event, and sleep until something sets it, at most for `seconds`."""
     event.clear()
     try:
         async with asyncio.timeout(seconds):  # not wait_for, which can swallow a cancellation (gh-86296)

@@ -23,8 +23,8 @@ from tba.wire import Manifest, Sampling, VersionSpan
 from tba.wire.rollout import FinishReason
 
 ENGINE_TIMEOUT_S = 600.0
-"""An engine that does not come back from a weight load or from a few steps in this time counts as dead. The searcher
-delivers what is finished, ends with an error, and is started again. Loads of large models take minutes."""
+"""An engine counts as dead when a weight load or a few decode steps take longer. The searcher then delivers finished
+rollouts and ends with an error, to be started again. The limit is high because large models take minutes to load."""
 
 
 class EngineError(TbaError, RuntimeError):
@@ -46,7 +46,7 @@ class EngineCheckError(EngineError):
 
 
 class ReferenceRefusedError(EngineCheckError):
-    """The starting model did not pass its checks as the reference; it is retried, like any version."""
+    """The starting model failed its checks as the reference; the searcher tries it again after a pause."""
 
     slug = "reference-refused"
 
@@ -62,9 +62,9 @@ class Request:
     """Temperature (0 is greedy), top-p, top-k, seed (none: the engine's own random stream) and stop strings."""
     max_response_tokens: int
     eos_ids: tuple[int, ...]
-    """Token ids that end a response; the sampled one is part of it."""
+    """Token ids that end a response. The one that was sampled stays in the response."""
     min_response_tokens: int = 0
-    """While the response has fewer tokens, eos ids have probability 0, and the next token completes no stop string."""
+    """While the response has fewer tokens, eos ids have probability 0, and stop strings do not end the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +82,7 @@ class Completion:
     sampler_logprobs: NDArray[np.float32]
     """[R]."""
     sampling: Sampling
-    """The request's."""
+    """The sampling settings of the request."""
     finish_reason: FinishReason
     """`stop` (an eos id was sampled), `stop_string` (the last token completed one) or `length`."""
     version_spans: tuple[VersionSpan, ...]
@@ -92,11 +92,11 @@ class Completion:
 
 
 VersionMarks = list[tuple[PolicyVersion, int]]
-"""The versions of a response, and how many of its tokens there were when each came."""
+"""(version, number of response tokens when it was loaded) for each version that sampled a response, oldest first."""
 
 
 def spans_of(marks: VersionMarks, num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return which version made which tokens of a response of `num_tokens`."""
+    """Return the version spans of a response of `num_tokens` tokens, none of them empty."""
     spans: list[VersionSpan] = []
     ends = [start for _, start in marks[1:]]
     for (version, start), end in zip(marks, [*ends, num_tokens], strict=True):
@@ -140,8 +140,8 @@ class Engine(Protocol):
         submit -> waiting -> (a slot is free) active -> `step` returns the Completion
                   `abort` forgets a request in either state, and it never completes
 
-    A *slot* is the room for one active request; there are `num_slots` of them. `step` fills free slots before it
-    decodes, and decodes one token (or a few) for every active request.
+    A *slot* holds one active request, and an engine has `num_slots` of them. `step` first fills free slots, and then
+    decodes one token (or a few) for every active request.
 
     A response ends with the sampled end-of-sequence token, with the token that completes a stop string, or after
     `max_response_tokens`. End of sequence and stop strings can come only after `min_response_tokens` tokens.
@@ -150,9 +150,9 @@ class Engine(Protocol):
     and the next token begins a new version span. Keys and values of the old weights must not be used again. After each
     load the caller calls `verify`; when either fails, it loads the old weights again (`weight_check.swap_weights`).
 
-    Errors: `EngineError` (or any `TbaError`) refuses one request or one version. `EngineDiedError` ends the searcher
-    after it has delivered what is finished; only `close` is called after it. An unexpected exception from `step` counts
-    as death too. An engine that does not return from a call within `ENGINE_TIMEOUT_S` counts as dead.
+    Errors: `EngineError` (or any `TbaError`) refuses one request or one version. After `EngineDiedError` the caller
+    calls only `close`; the searcher delivers finished rollouts and ends. An unexpected exception from `step` has the
+    same effect, and so has a call that takes longer than `ENGINE_TIMEOUT_S`.
 
     Shared parts: `check_request` for `submit`, and `check_loaded` (weight_check.py) for `verify` when
     the engine is a `CheckableModel`.
@@ -187,7 +187,8 @@ class Engine(Protocol):
         """Queue a request.
 
         Raises:
-            EngineError: prompt or response do not fit, the request id is in use, or this engine cannot sample so.
+            EngineError: the prompt or the response is too long, the request id is in use, or the engine does not
+                support these sampling settings.
         """
         ...
 
@@ -196,7 +197,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Fill free slots, decode one token for every active request, and return the completions.
+        """Fill free slots, decode one token for every active request, and return the requests that ended.
 
         Raises:
             EngineDiedError: the engine cannot continue.
@@ -204,19 +205,19 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
-        """Replace all parameters by those of safetensors files.
+        """Replace all parameters with the tensors of safetensors files.
 
         Raises:
-            EngineError: names, shapes or dtypes differ from the model's. Which weights are then in use is undefined.
+            EngineError: names, shapes or dtypes differ from the model's. The weights in use are then undefined.
             EngineDiedError: the engine cannot continue.
         """
         ...
 
     def verify(self, manifest: Manifest) -> None:
-        """Check that the loaded weights are those that were published, at least as strongly as `check_loaded`.
+        """Check that the loaded weights are the published ones, at least as strictly as `check_loaded` does.
 
         Raises:
-            DigestError: a check failed; it names the check, what was found and what was published.
+            DigestError: a check failed; the message names the check, the value found and the published value.
         """
         ...
 
@@ -227,13 +228,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class StagingEngine(Engine, Protocol):
-    """An engine that can prepare weights beside generation, so that `load_weights` holds it up for less time."""
+    """An engine that can prepare the next weights while it generates, so that `load_weights` takes less time."""
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
-        """Prepare for a later `load_weights` of these files; may take as much memory as the model.
+        """Prepare a later `load_weights` of these files; may take as much memory as the model.
 
-        Another thread than that of `step` calls it, one call at a time. It forgets what was staged before. The weights
-        in use stay as they are, and `load_weights` of other files, or while this runs, works as without it.
+        The caller makes one call at a time, in another thread than `step`. A call drops weights that were staged
+        before, and leaves the weights in use alone. `load_weights` must still work for other files and during a call.
 
         Raises:
             EngineError: names, shapes or dtypes differ from the model's.
@@ -249,7 +250,7 @@ class EngineSettings:
     max_prompt_tokens: int
     max_response_tokens: int
     seed: int
-    """Seeds the engine's own random stream; never the same twice (see `tba_searcher.service`)."""
+    """Seeds the engine's own random stream; each start of a searcher has another (`tba_searcher.service`)."""
     dtype: str = "float32"
     """Dtype of the weights."""
     device: str = "cpu"
@@ -257,13 +258,14 @@ class EngineSettings:
 
 
 def check_request(request: Request, settings: EngineSettings, *, is_known: bool, vocab_size: int | None = None) -> None:
-    """Refuse what every engine refuses.
+    """Check a request against the limits that all engines share.
 
     Args:
-        vocab_size: token ids are below it; None: the engine takes any.
+        is_known: whether the request id is in use.
+        vocab_size: number of token ids of the model; None: token ids are not checked.
 
     Raises:
-        EngineError: prompt or response do not fit, the model has no such token, or the request id is in use.
+        EngineError: the length of the prompt or response is not allowed, a token id is too high, or `is_known`.
     """
     name = f"request {request.request_id}"
     num_prompt, num_response = len(request.prompt_tokens), request.max_response_tokens
@@ -293,7 +295,7 @@ def check_request(request: Request, settings: EngineSettings, *, is_known: bool,
 
 
 def check_vllm_request(request: Request, vllm_ends: Collection[int | None]) -> None:
-    """Refuse what vLLM would sample from another distribution than asked."""
+    """Raise EngineError if vLLM would sample otherwise than asked; `vllm_ends`: the eos ids of the model's files."""
     temperature = request.sampling.temperature
     if temperature != 0 and not VLLM_MIN_TEMPERATURE <= temperature <= VLLM_MAX_TEMPERATURE:
         raise EngineError(
@@ -309,7 +311,7 @@ def check_vllm_request(request: Request, vllm_ends: Collection[int | None]) -> N
 
 
 def as_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of a config, which names one, several or none."""
+    """Return an `eos_token_id` of a config (one id, several or None) as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def build_engine(
     recipe: Recipe, folder: Path, version: PolicyVersion, manifest: Manifest | None, *, seed: int
 ) -> Engine:
-    """Build the engine that `searcher.engine` names, with the weights of `version`, not yet verified.
+    """Build the engine that `searcher.engine` names and load the weights of `version`; the caller verifies them.
 
     Args:
         folder: model folder in Hugging Face format with the tensors of `manifest`, its config and its tokenizer.
-        manifest: None for a folder that is no published version (`tba evaluate --model`); its dtype is `model.dtype`.
+        manifest: None for a folder that is no published version (`tba evaluate --model`): `model.dtype` is used then.
         seed: seeds the engine's own random stream (`tba_searcher.service`).
 
     Raises:
-        ConfigError: the folder's model, the device or the settings do not suit the engine; there is no such engine.
+        ConfigError: no engine has this name, or it cannot use the folder's model, the device or the settings.
         EngineError: the weights cannot be loaded.
     """
     settings = recipe.searcher

@@ -1,7 +1,7 @@
-"""`python -m tba_searcher.engines.model_check --config FILE [--files]`: whether tba can use the starting model.
+"""`python -m tba_searcher.engines.model_check --config FILE`: check whether tba can use the starting model.
 
-A model that is small enough is loaded, and decoded as the engine does. Of a larger one its files are read. The answer
-is JSON on stdout; an error is one sentence on stderr, exit code 2.
+A small model is loaded, and the embedded engine decodes a few tokens with it if the recipe names that engine. For a
+larger model only its files are read. The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
 from tba_searcher.engines.torch.model import load_model
 
 MAX_COST = 2**40
-"""Largest product of bytes and tokens for which a model is loaded, with one core and the memory of this machine."""
+"""A model is loaded if (bytes of its weights) x (most tokens of a sequence) is at most this."""
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
-    """Check config, tokenizer and the names of the weights, then load a small model and decode with it.
+    """Check the config, the tokenizer and the output head in the files; then load a model that is small.
 
     Returns:
-        What was checked.
+        `architecture`, and `is_decoded`: whether the embedded engine has decoded with the model.
     """
     from transformers import AutoConfig
 
@@ -76,7 +76,7 @@ def check(recipe: Recipe) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the check."""
+    """Check the recipe's starting model, print the answer, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_searcher.engines.model_check", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE")
     args = parser.parse_args(argv)

@@ -1,12 +1,12 @@
 """The simulated engine: takes the time that a real one would, holds no model, and makes up responses.
 
 It replaces an engine where everything else is to be real: hundreds of searchers on one machine, and rehearsals of a
-deployment (`searcher.engine = "simulated"`). It needs no torch. Time passes only within `step`, as in an engine that
-decodes: the time that the loop takes between two steps is lost. A model trained on its rollouts is worth nothing.
+deployment (`searcher.engine = "simulated"`). It needs no torch. It decodes only within `step`, like a real engine: time
+that the loop spends between two steps is lost. A model trained on its rollouts is worth nothing.
 
-A response is a function of the seed and the request id (of the request's own seed and prompt where it has a seed), in
-whatever order requests arrive. Token ids are valid for the run's real model, so that a trainer accepts them, and mean
-nothing to it.
+A response depends only on the engine's seed and the request id, or on the request's own seed and prompt if it has a
+seed. The order of requests does not matter. Token ids are random, but valid for the run's real model, so that a trainer
+accepts them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MEDIAN_RESPONSE_TOKENS = 128.0
 LENGTH_SIGMA = 0.8
 """Standard deviation of the logarithm of a response's length."""
 TOKENS_PER_STEP = 16
-"""Tokens of each row that one step decodes; requests and weights wait for the step to end."""
+"""Tokens that one step decodes per active request. New requests and weights wait until the step ends."""
 NUM_PLAIN_IDS = 1000
-"""Responses are made of the first ids that end no sequence."""
+"""Responses use only the lowest token ids that do not end a sequence: this many of them."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request: its whole response once it has a slot, and how many tokens of that are done."""
+    """An active request, its whole response (drawn at the start), and how many tokens count as decoded."""
 
     request: Request
     tokens: NDArray[np.int32]
@@ -67,8 +67,8 @@ class SimulatedEngine:
     """Implements `tba_searcher.engines.engine.Engine`.
 
     Args:
-        folder: the version's files: `config.json` and those of `tensors_paths`.
-        sleep: called to let time pass.
+        folder: model folder; its `config.json` gives the vocabulary.
+        sleep: called with the seconds that a step takes.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SimulatedEngine:
         self._active.pop(request_id, None)
 
     def step(self) -> list[Completion]:
-        """Let time pass for `TOKENS_PER_STEP` tokens of every active request (see `Engine.step`)."""
+        """Sleep as long as decoding up to `TOKENS_PER_STEP` tokens per request takes (see `Engine.step`)."""
         for request_id in list(self._waiting)[: self.num_slots - self.num_active]:
             request = self._waiting.pop(request_id)
             seed, name = request.sampling.seed, f"{self._settings.seed}|{request_id}"
@@ -150,7 +150,7 @@ class SimulatedEngine:
         ]
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
-        """Read the files (see `Engine.load_weights`)."""
+        """Read and hash the files (see `Engine.load_weights`)."""
         self._params_sha256, self.version = params_sha256_of_files(tensors_paths), version
         for asked in self._active.values():
             asked.marks.append((version, asked.num_done))
@@ -170,7 +170,7 @@ class SimulatedEngine:
 
 
 def read_vocabulary(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """Return the number of token ids of a model, and those that end a sequence: the last one where it names none."""
+    """Return a model's number of token ids, and its end-of-sequence ids; the last id if config.json names none."""
     document = json.loads((folder / MODEL_CONFIG_NAME).read_bytes())
     # models with images have the settings of their language model in a section of its own
     document = {**(document.get("text_config") or {}), **document}
@@ -195,7 +195,7 @@ class SimulatedCodec:
         return tuple(zlib.crc32(part) % self._num_ids for part in parts)
 
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
-        """Return every token but the end of sequence as a number of three digits, with spaces between them."""
+        """Return one text per completion: its token ids modulo 1000 in three digits, without end of sequence."""
         return [
             " ".join(f"{token % 1000:03d}" for token in c.response_tokens[: -1 if c.finish_reason == "stop" else None])
             for c in completions

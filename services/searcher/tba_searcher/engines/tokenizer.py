@@ -25,11 +25,11 @@ from tba_searcher.engines.engine import Completion
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Token ids of several responses -> their texts."""
 _UNFINISHED = "\ufffd"
-"""Stands for bytes that are no whole character yet."""
+"""The replacement character: decoders write it for bytes that do not form a whole character yet."""
 
 
 class Codec(Protocol):
-    """The interface of tokenizers for the loop."""
+    """The tokenizer interface that the searcher's loop uses."""
 
     eos_ids: tuple[int, ...]
     """The end-of-sequence ids of the tokenizer; may be empty."""
@@ -63,7 +63,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
-    """Refuse a tokenizer that makes ids of plain text for which the model has no embedding."""
+    """Raise ModelError if the tokenizer can turn plain text into ids for which the model has no embedding."""
     # a special one, as for images or padding, is in few texts or none: the engine refuses a request that has it
     special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     beyond = sorted(t for t, i in tokenizer.get_vocab().items() if i >= vocab_size and i not in special)
@@ -75,7 +75,7 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
 
 
 def response_decoder(tokenizer: Any) -> Decode:
-    """Return a decoder that leaves nothing out and cleans nothing up."""
+    """Return a decoder that keeps special tokens and does not clean up spaces."""
 
     def decode(ids: Sequence[Sequence[int]]) -> list[str]:
         return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else []
@@ -116,7 +116,7 @@ class TextCodec:
 
 
 def stop_start(text: str, text_before: str, stops: Sequence[str]) -> int | None:
-    """Return where the first stop string begins that the last token completed; None when it completed none.
+    """Return the index in `text` of the first stop string that the last token completed; None if there is none.
 
     Args:
         text, text_before: the decoded response with and without its last token.

@@ -1,4 +1,4 @@
-"""How an engine comes to other weights, and the checks that they pass before it generates with them.
+"""Gives an engine other weights, and checks them before the engine generates with them.
 
 check_tensors    the files: names, shapes and dtypes of the tensors are the model's
 check_loaded     the model in memory: the digest of its parameters, and the log-probs of the canary
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DtypeAndShape = tuple[str, list[int]]
-"""Of a tensor, as safetensors writes them."""
+"""Dtype and shape of a tensor, as safetensors writes them."""
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 log = get_logger("weights")
 
@@ -36,7 +36,7 @@ class CheckableModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The number of token ids."""
         ...
 
     def params_sha256(self) -> str:
@@ -52,7 +52,7 @@ def check_loaded(model: CheckableModel, manifest: Manifest) -> None:
     """Check that a model holds what was published: the digest of its parameters, and the log-probs of the canary.
 
     Raises:
-        DigestError: the parameters or the canary differ; it names what was found and what was published.
+        DigestError: the parameters or the canary differ; the message names the values found and published.
     """
     # the parameters first: they are exact, and the canary depends on kernels and rounding
     found = model.params_sha256()
@@ -102,7 +102,7 @@ def _check_error(manifest: Manifest, doing: str, error: Exception) -> EngineChec
 
 
 def stage_weights(engine: Engine, new: LocalVersion) -> None:
-    """Have the engine prepare a version beside generation, where it can; a failure only makes the pause longer."""
+    """Have a `StagingEngine` prepare a version while it generates. A failure is logged; the load then takes longer."""
     if isinstance(engine, StagingEngine):
         try:
             engine.stage_weights(new.paths)
@@ -111,7 +111,7 @@ def stage_weights(engine: Engine, new: LocalVersion) -> None:
 
 
 def swap_weights(engine: Engine, new: LocalVersion, old: LocalVersion) -> TbaError | None:
-    """Load `new` and check it; when that fails, load `old` again and return the reason.
+    """Load `new` and check it. Return None, or, when that fails, load `old` again and return the reason.
 
     Raises:
         EngineDiedError: the engine cannot continue.
@@ -154,7 +154,7 @@ def params_sha256(model: nn.Module) -> str:
 
 
 def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], str]:
-    """Return what `table_sha256` takes of a tensor."""
+    """Return name, dtype, shape and digest of a tensor, as `table_sha256` takes them."""
     import torch
 
     # as bytes: numpy has no bfloat16; without a copy where the tensor is contiguous and on the CPU
@@ -163,7 +163,7 @@ def table_entry(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], s
 
 
 def read_headers(tensors_paths: Sequence[Path]) -> dict[str, tuple[Path, DtypeAndShape]]:
-    """Read the headers of safetensors files: tensor name -> its file, and its dtype and shape."""
+    """Read the headers of safetensors files; return for each tensor name its file, and its dtype and shape."""
     found = {}
     for path in tensors_paths:
         try:
@@ -197,7 +197,7 @@ def check_tensors(tensors_paths: Sequence[Path], expected: Mapping[str, DtypeAnd
 
 
 def file_stamps(paths: Iterable[Path | str]) -> FileStamps:
-    """Return the stamps of files, each once, in a fixed order."""
+    """Return path, time of the last change and size of each file; raise EngineError if one does not exist."""
     try:
         return digest.file_stamps(paths)
     except StoreError as error:

@@ -29,7 +29,7 @@ class Score:
     """Why it is unknown."""
     reward_version: str | None = None
     is_wrong: bool = False
-    """Whether the answer itself is why its score is unknown: it counts as no success."""
+    """Whether the answer itself made scoring fail: it then counts as a failure, not as unknown."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,7 +64,7 @@ class Answers:
     """How long generation took."""
 
     def of(self, mode: Mode) -> list[list[Answer]]:
-        """Return the answers as [prompt][number]; empty for a refused prompt."""
+        """Return the answers of a mode as [prompt][number]; an empty list for a refused prompt."""
         parts: list[list[Answer]] = [[] for _ in self.prompts]
         for answer in self.answers:
             if answer.mode == mode:
@@ -79,11 +79,11 @@ class Answers:
 def answer_all(
     engine: Engine, codec: Codec, recipe: Recipe, prompts: Sequence[Prompt], *, on_progress: OnProgress
 ) -> Answers:
-    """Complete every prompt as searchers do in an evaluation, as many at once as the engine decodes.
+    """Complete every prompt as searchers do in an evaluation, `engine.num_slots` completions at a time.
 
     Raises:
         EngineDiedError: the engine cannot continue.
-        ConfigError: it can complete none of the prompts.
+        ConfigError: the engine refused every prompt.
     """
     found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
     eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))

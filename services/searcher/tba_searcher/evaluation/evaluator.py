@@ -22,15 +22,15 @@ from tba_searcher.service import check_device
 
 PRINT_EVERY_S = 2.0
 SEED = 0
-"""Of the samples."""
+"""Seed of the engine, so that an evaluation can be repeated."""
 
 
 def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
-    """Generate, score, measure, write evaluation.json and completions.jsonl.
+    """Run one evaluation: generate and score completions, and write evaluation.json and completions.jsonl.
 
     Raises:
-        TbaError: the model, the starting model or the embedding model cannot be used, the engine died, or the reward
-            service stayed away. Only a complete evaluation is written to evaluation.json.
+        TbaError: a model cannot be used, the engine died, or the reward service did not answer in time. There is then
+            no new evaluation.json.
     """
     check_device(recipe.searcher.device)
     on_progress = Progress()
@@ -91,20 +91,20 @@ def evaluate(recipe: Recipe, job: EvaluationJob) -> None:
 
 
 class Progress:
-    """Prints how far the evaluation is, every few seconds, and at the end of each part."""
+    """Prints the progress of the evaluation, at most every `PRINT_EVERY_S` and at the end of each part."""
 
     def __init__(self) -> None:
         self._printed_s = -PRINT_EVERY_S
         self._unprinted: str | None = None
 
     def __call__(self, text: str) -> None:
-        """Print, unless something was printed just now."""
+        """Print `text`; if something was printed just now, keep it for `end_part` instead."""
         self._unprinted = text
         if time.monotonic() - self._printed_s >= PRINT_EVERY_S:
             self.end_part()
 
     def end_part(self) -> None:
-        """Print the last text, unless it was printed."""
+        """Print the newest text if it has not been printed."""
         if self._unprinted is not None:
             print(PROGRESS + self._unprinted, flush=True)
             self._unprinted, self._printed_s = None, time.monotonic()

@@ -24,7 +24,7 @@ PART_ANSWERS = 64
 
 
 def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_progress: OnProgress) -> None:
-    """Set the `nll` of every answer under the model in `folder`, in nats."""
+    """Set the `nll` of every answer, in nats, under the model in `folder`; None where it is not finite."""
     codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
     # with another tokenizer the token ids mean something else; a few prompts show it, as nearly every text differs
     for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
@@ -50,7 +50,7 @@ def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_pr
 
 
 def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers) -> dict[str, Estimate]:
-    """Return `per_token` and `published` over the completions of one mode."""
+    """Return both perplexities of the completions of one mode, [prompt][number]: `per_token` and `published`."""
     sums, lengths, published = [], [], []
     for part in parts:
         known = [(answer.nll, answer) for answer in part if answer.nll is not None]

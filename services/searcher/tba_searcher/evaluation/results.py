@@ -1,4 +1,4 @@
-"""The numbers of evaluation.json, from answers and scores."""
+"""Computes the metrics and counts of evaluation.json from scored answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_COMPLETION = Score(None, "no_completion")
 
 
 class EvaluationMetrics:
-    """The numbers of one evaluation."""
+    """All metrics of one evaluation, and the counts of each mode."""
 
     def __init__(self, recipe: Recipe, answers: Answers) -> None:
         self._recipe, self._answers, self._section = recipe, answers, recipe.eval.published
@@ -29,12 +29,12 @@ class EvaluationMetrics:
             for task in answers.tasks_of(index, self._section):
                 self._prompts.setdefault(task, []).append(index)
         self.by_name: dict[str, Estimate] = {}
-        """For example greedy.gsm8k.success_rate."""
+        """Metric name, such as greedy.gsm8k.success_rate, -> its estimate."""
         for mode in modes_of(self._section):
             self.by_name |= {f"{mode}.{name}": value for name, value in self._metrics(mode)}
 
     def report(self, mode: Mode) -> ModeReport:
-        """Return the counts of a mode."""
+        """Return the completion and score counts of a mode."""
         answers, counts = [answer for part in self._answers.of(mode) for answer in part], dict[str, ScoreCounts]()
         for task, prompts in self._prompts.items():
             scores = [score for part in self._of_task(mode, task, prompts) for score in part]
@@ -91,7 +91,7 @@ class EvaluationMetrics:
         yield "finished_share", mean_of_prompts(finished)
 
     def _of_scores(self, mode: Mode, task: str, prompts: Sequence[int]) -> Iterator[tuple[str, Estimate]]:
-        """Yield what follows from the scores of these prompts under a task."""
+        """Yield the names and estimates of mean reward and success rate of these prompts under a task."""
         scores = self._of_task(mode, task, prompts)
         known = [[score.value for score in part if score.value is not None] for part in scores]
         yield f"{task}.mean_reward", mean_of_prompts(known)
@@ -100,7 +100,7 @@ class EvaluationMetrics:
         yield f"{task}.success_rate", success_rate(successes)
 
     def _of_task(self, mode: Mode, task: str, prompts: Sequence[int]) -> list[list[Score]]:
-        """Return [prompt][completion] of these prompts under a task; unknown for a refused one."""
+        """Return the scores of these prompts under a task as [prompt][completion]; a refused prompt's are unknown."""
         num, parts = modes_of(self._section)[mode], self._answers.of(mode)
         return [[answer.scores[task] for answer in parts[index]] or [NO_COMPLETION] * num for index in prompts]
 
@@ -111,7 +111,7 @@ class EvaluationMetrics:
 
 
 def _distinct(parts: Parts, n: int) -> Estimate:
-    """Return the mean over the prompts whose samples have n-grams at all."""
+    """Return the mean share of distinct n-grams, over the prompts whose samples have any n-gram."""
     shares = [distinct_share([without_end(each.tokens, each.finish_reason) for each in part], n) for part in parts]
     known = [(share, len(part)) for share, part in zip(shares, parts, strict=True) if share is not None]
     found = mean_of_prompts([[share] for share, _ in known])
@@ -119,7 +119,10 @@ def _distinct(parts: Parts, n: int) -> Estimate:
 
 
 def _cosine_distance(parts: Parts, embedder: Embedder) -> Estimate:
-    """Return the mean over prompts; with one prompt the standard error is that of its pairs (jackknife)."""
+    """Return the mean over prompts of the mean cosine distance between samples of a prompt.
+
+    With one prompt the standard error is the jackknife error over its pairs of samples.
+    """
     several = [part for part in parts if len(part) > 1]
     matrices = [cosine_distances(embedder.embed([answer.text for answer in part])).numpy() for part in several]
     pairs = [mean_of_pairs(matrix) for matrix in matrices]

@@ -19,11 +19,11 @@ REQUESTS_AT_ONCE = 4
 
 
 def score_all(recipe: Recipe, answers: Answers, *, on_progress: OnProgress) -> None:
-    """Score all answers.
+    """Request the scores of all answers from the reward service, and store them in `Answer.scores`.
 
     Raises:
         WaitTimeoutError: the service has not answered for `RETRY_S`.
-        ServiceError: the service refused a whole request; no score is taken for unknown then.
+        ServiceError: the service refused a request, and smaller requests did not help.
     """
     client = RewardClient(
         recipe.reward_url,

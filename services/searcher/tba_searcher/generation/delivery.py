@@ -2,13 +2,14 @@
 
     complete visits --score_forever--> scored visits --push_forever--> buffer
 
-Tasks with a queue each (the states of a visit: visits.py). Visits whose request takes much longer than others did are
-scored by NUM_ALONE more tasks, each visit in a request of its own: one that hangs keeps no other waiting. Their waits:
+Each task reads from its own queue (the states of a visit: visits.py). If a request for scores takes much longer than
+earlier ones, its visits are scored again by NUM_ALONE more tasks. Each visit then has its own request, so that one that
+hangs does not delay the others. The tasks wait:
 
-scoring   for visits; for a reward service that is away ("reward-unreachable", deadline SCORE_RETRY_S; after one such
-          deadline further visits are tried once each, until the service answers again; no request during a drain).
-          Ref log-probs come from the starting model where the objective places them at the searcher.
-pushing   for scored visits; for a buffer that is busy (under the name that it gives) or away ("buffer-unreachable",
+scoring   for visits; for a reward service that is away ("reward-unreachable", deadline SCORE_RETRY_S). After one such
+          deadline each further visit is tried once, until the service answers again. A drain sends no requests.
+          The starting model computes ref log-probs if the objective places them at the searcher.
+pushing   for scored visits; for a buffer that is busy (the reply names the wait) or away ("buffer-unreachable",
           deadline RETRY_S, then the searcher ends with an error)
 """
 
@@ -47,13 +48,13 @@ PUSH_MAX_ROLLOUTS = 256
 """Most rollouts in one push; the buffer takes up to 512."""
 NUM_ALONE = 32
 MIN_SLOW_S = 2.0
-"""A request for scores is slow after this, and after twice the time that such requests took lately."""
+"""A request for scores counts as slow after this time, or after twice `Delivery._longest_s` if that is longer."""
 _SLOW_REASONS = AWAY_REASONS | HANG_REASONS
 _PUSH_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 64, 5
 
 
 def split_into_pushes(payloads: list[bytes], *, max_rollouts: int, max_bytes: int) -> list[list[bytes]]:
-    """Cut encoded rollouts into pushes within both limits; a rollout that is too large alone gets a push of its own."""
+    """Split encoded rollouts into pushes within both limits; a rollout above `max_bytes` gets a push of its own."""
     pushes: list[list[bytes]] = []
     num_bytes = 0
     for payload in payloads:
@@ -80,7 +81,7 @@ class Delivery:
     `on_reply` gets every push reply, which carries the newest version and the run's state.
 
     Args:
-        embedder: measures the diversity of evaluations; None: nothing does.
+        embedder: measures the embedding distance of evaluation samples; None: it is not measured.
         reference: computes the ref log-prob of every rollout; None: rollouts carry none.
     """
 
@@ -103,13 +104,13 @@ class Delivery:
         self._open: set[str] = set()
         """Lease ids of the visits that are being scored or pushed."""
         self._unscored: dict[str, Visit] = {}
-        """By lease id: visits whose scores are not known yet."""
+        """Visits whose scores are not known yet, by lease id."""
         self._alone: asyncio.Queue[Visit] = asyncio.Queue()
         self._score_requests: set[asyncio.Future[ScoreReply]] = set()
         self._longest_s = recipe.reward.request_deadline_s / 4
-        """About the longest time that a request for scores has taken lately; at first long: a scorer may be slow."""
+        """Decaying maximum of the time that requests for scores took; it starts high, as a scorer may be slow."""
         self._hanging: set[str] = set()
-        """Prompts that a scorer hung on, so that each is logged once."""
+        """Ids of the prompts that a scorer hung on: each is logged only once."""
         self._reward_is_away = False
         self._is_draining = False
         self._token_tasks = {task for task in recipe.reward.tasks if recipe.reward.takes_tokens(task)}
@@ -121,11 +122,11 @@ class Delivery:
 
     @property
     def lease_ids(self) -> set[str]:
-        """Leases of the visits that are being scored or pushed."""
+        """Lease ids of the visits that are being scored or pushed."""
         return set(self._open)
 
     def put(self, visit: Visit) -> None:
-        """Deliver a visit (complete, or cut short by a drain) with at least one completion."""
+        """Queue a visit for scoring and delivery: it is complete, or cut short with at least one completion."""
         if visit.pinned is None:
             self._status.num_unpushed += len(visit.completions)
         self._open.add(visit.lease.lease_id)
@@ -133,12 +134,12 @@ class Delivery:
         self._complete.put_nowait(visit)
 
     def put_failed(self, visit: Visit) -> None:
-        """Report an evaluation whose prompt cannot be sampled: all its scores are unknown."""
+        """Queue the report of an evaluation whose prompt cannot be sampled; all its scores are unknown."""
         self._open.add(visit.lease.lease_id)
         self._scored.put_nowait(_ScoredVisit(visit, [], failed_result(visit)))
 
     def drain(self) -> list[Visit]:
-        """Stop waiting for scores: training rollouts are pushed without (pending), evaluations are abandoned.
+        """Cancel requests for scores: unscored training rollouts are pushed as pending, evaluations are abandoned.
 
         Returns:
             The abandoned evaluations; the caller returns their leases.
@@ -151,7 +152,7 @@ class Delivery:
         return abandoned
 
     async def score_forever(self) -> None:
-        """Score visits, as many at once as fit into one push."""
+        """Score complete visits, up to `PUSH_MAX_ROLLOUTS` rollouts together."""
         while True:
             visits = [await self._complete.get()]
             num = len(visits[0].completions)
@@ -162,7 +163,7 @@ class Delivery:
             await self._score(visits)
 
     async def score_alone_forever(self) -> None:
-        """Score the visits of requests that were slow."""
+        """Score visits one by one whose first request for scores was slow."""
         while True:
             await self._score([await self._alone.get()], alone=True)
 
@@ -232,7 +233,7 @@ class Delivery:
             self._unscored.pop(visit.lease.lease_id, None)
 
     async def _scores_in_time(self, items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:
-        """Return one result per item as `_request_scores` does; None where that takes longer than `slow_s`."""
+        """Return one result per item as `_request_scores` does; None, and no scores, if that takes over `slow_s`."""
         begin_s, request = time.monotonic(), asyncio.ensure_future(self._request_all_scores(items))
         try:
             if not (await asyncio.wait({request}, timeout=slow_s))[0]:
@@ -252,7 +253,7 @@ class Delivery:
         return scores
 
     async def _request_scores(self, items: list[ScoreItem]) -> Sequence[ScoreResult | str]:
-        """Return one result per item, or one reason per item why it is not scored yet."""
+        """Return for each item its result, or a text that says why it is not scored yet (pending)."""
         reason = "the searcher ended before the reward service answered"
         if self._is_draining:
             return self._pending(items, reason)
@@ -307,7 +308,7 @@ class Delivery:
         return found.model_copy(update={"num_wrong": num_wrong or None, "num_raised": num_raised or None})
 
     async def _ref_logprobs(self, visit: Visit) -> list[RefLogprob | None]:
-        """Return the ref log-prob of every completion, None for one that is no bounded number."""
+        """Return the ref log-prob of every completion; None if the sum is not a bounded number."""
         if self._reference is None:
             return [None] * len(visit.completions)
         responses = [completion.response_tokens for completion in visit.completions]

@@ -1,7 +1,7 @@
 """The engine's own thread: the event loop hands it one `EngineStep` at a time and gets a `StepResult` back.
 
-A step loads other weights, aborts requests, submits new ones, and then decodes for a few milliseconds. Nothing is lost
-when a part of it fails: completions that came before are in the result beside the reason.
+A step loads other weights, aborts requests, submits new ones, and then decodes for about `STEP_S`. If a part of it
+fails, the result holds the reason and the completions that came before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = get_logger("engine")
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """The work of the engine's thread until the event loop decides again."""
+    """The work that the event loop hands to the engine's thread at once."""
 
     swap_to: LocalVersion | None
     requests: Sequence[Request]
@@ -52,13 +52,13 @@ class StepResult:
     swap_error: TbaError | None = None
     """Why the new weights are not used."""
     swap_s: float = 0.0
-    """How long the change of weights held up decoding."""
+    """How long decoding paused for the change of weights."""
     died: EngineDiedError | None = None
     """Why the engine cannot continue."""
 
 
 class EngineThread:
-    """A daemon thread that makes one call at a time, in order; it starts with the first call."""
+    """Makes all calls of an engine in one daemon thread, one at a time and in order."""
 
     def __init__(self, waits: WaitRegistry, *, timeout_s: float) -> None:
         self._waits, self._timeout_s = waits, timeout_s
@@ -66,7 +66,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, engine: Engine, step: EngineStep, current: LocalVersion) -> StepResult:
-        """Run a step in the thread; an engine that does not come back in time counts as dead."""
+        """Run a step in the thread; if it takes longer than the timeout, return a result that calls the engine dead."""
         task = asyncio.ensure_future(self._call(lambda: run_step(engine, step, current)))
         try:
             while not (await asyncio.wait({task}, timeout=LONG_STEP_S))[0]:
@@ -80,7 +80,7 @@ class EngineThread:
             self._waits.end("engine")
 
     async def close(self, engine: Engine) -> None:
-        """Close the engine after the call in progress, if that comes back in time; end the thread."""
+        """Close the engine after the call in progress and end the thread; give up (and log) after `CLOSE_S`."""
         task = asyncio.ensure_future(self._call(engine.close))
         try:
             if not (await asyncio.wait({task}, timeout=CLOSE_S))[0]:

@@ -1,4 +1,4 @@
-"""The result of an evaluation lease: rewards and lengths, and for samples their diversity."""
+"""Computes the result of an evaluation lease: rewards, response lengths, and the diversity of samples."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def failed_result(visit: Visit) -> EvalResult:
 
 
 def without_end(tokens: NDArray[np.int32], finish_reason: str) -> NDArray[np.int32]:
-    """Return a response without the end-of-sequence token, which every response has that ended by itself."""
+    """Return a response without the end-of-sequence token, its last token if the finish reason is `stop`."""
     return tokens[: -1 if finish_reason == "stop" else None]
 
 
 def distinct_share(responses: Sequence[NDArray[np.int32]], n: int) -> float | None:
-    """Return the share of different n-grams among all n-grams of all responses (arXiv 1510.03055); None without any."""
+    """Return distinct-n (arXiv 1510.03055): distinct n-grams / all n-grams of all responses; None if there are none."""
     grams = [tuple(response[at : at + n].tolist()) for response in responses for at in range(len(response) - n + 1)]
     return len(set(grams)) / len(grams) if grams else None
 

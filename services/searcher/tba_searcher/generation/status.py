@@ -1,4 +1,4 @@
-"""The state that a searcher shows in its heartbeat: what it does, what it waits for, what it has counted."""
+"""The contents of a searcher's heartbeat: its state, its oldest wait and its counters."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class SearcherStatus:
         self.num_queued = 0
         """Rollouts of leased visits that have not been submitted to the engine."""
         self.weight_load_s: float | None = None
-        """How long the last change of weights held up decoding."""
+        """How long decoding paused for the last change of weights."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
         self._is_refused = False
 
     def reset(self, state: str) -> None:
-        """Enter `state` after a loop has ended and the process continues: nothing is held or waited for."""
+        """Enter `state` after a loop has ended; clear version, gauges and waits, but keep the counters."""
         self.state, self.version, self.weight_load_s = state, None, None
         self.num_unpushed = self.num_active = self.num_waiting = self.num_queued = 0
         self.waits.clear()
 
     def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat as of now; `tokens_per_s` is the rate since the previous one."""
+        """Return a heartbeat with the current values; `tokens_per_s` is the rate since the previous heartbeat."""
         now, tokens = time.monotonic(), self.counts["generated_tokens"]
         since, tokens_then = self._last
         self._last = (now, tokens)
@@ -104,7 +104,7 @@ class SearcherStatus:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def send(self, client: BufferClient) -> None:
-        """Send a heartbeat. Log a refusal once, until a heartbeat is accepted."""
+        """Send a heartbeat; a failure raises nothing. Of several refusals in a row only the first is logged."""
         heartbeat = self.heartbeat()
         try:
             # not wait_for, which can swallow a cancellation (gh-86296)

@@ -1,4 +1,4 @@
-"""Weight versions on this machine: pulled beside generation, kept while they are needed, or refused."""
+"""Weight versions on this machine: downloads them during generation, keeps needed ones, and refuses damaged ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tba_searcher.waits import sleep_until
 SLOW_DOWNLOAD_S = 30.0
 """A download that takes longer is shown as the wait `object-store`."""
 PULL_ATTEMPTS = 3
-"""Damaged bytes may come from a damaged transfer; after this many attempts the version is refused."""
+"""A version is refused after this many damaged downloads; fewer may be the fault of a transfer."""
 FIRST_RETRY_S = 30.0
 """Pause before a refused version is retried; it doubles with every refusal, up to MAX_RETRY_S."""
 MAX_RETRY_S = 600.0
@@ -33,7 +33,7 @@ log = get_logger("pulls")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How often a version was refused, and until when (of `time.monotonic`)."""
+    """How often a version was refused, and the `time.monotonic` until which it is not retried."""
 
     count: int
     until_s: float
@@ -45,8 +45,8 @@ class WeightLoader:
     `download` and `download_model` block and run in a thread. The event loop's thread calls everything else.
 
     Args:
-        counts: of the searcher; gets refusals, downloads and their bytes.
-        refusals: of an earlier loader.
+        counts: the searcher's counters; the loader counts refusals, downloads and downloaded bytes there.
+        refusals: those of an earlier loader, which still hold.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class WeightLoader:
         self._weights: dict[PolicyVersion, LocalVersion] = {}
         self.refusals = {} if refusals is None else refusals
         self._lock = threading.Lock()
-        """For the three fields around it, which a download reads in its thread."""
+        """Guards `_weights`, `_num_downloads` and `_unneeded`, which downloads use in another thread."""
         self._num_downloads = 0
         self._unneeded: list[LocalVersion] = []
-        """Not kept any more; deleted when no download uses them."""
+        """Versions to delete as soon as no download runs."""
 
     @property
     def refused(self) -> set[PolicyVersion]:
-        """Versions that failed a check, until they may be retried."""
+        """Versions that failed a check and may not be retried yet."""
         # computed at each call, so that a refusal ends without a timer
         now_s = time.monotonic()
         return {version for version, refusal in self.refusals.items() if now_s < refusal.until_s}
 
     def refuse(self, version: PolicyVersion, reason: TbaError) -> float:
-        """Refuse a version that failed a check, delete its files, and retry it after a pause that doubles each time.
+        """Refuse a version that failed a check, and delete its files. The pause before a retry doubles each time.
 
         Returns:
-            Seconds until it is retried.
+            Seconds until the version may be retried.
         """
         # a refusal may be false (memory was short, a disk flipped a bit), and must not stop all searchers for ever
         count = self.refusals[version].count + 1 if version in self.refusals else 1
@@ -94,16 +94,16 @@ class WeightLoader:
         self.refusals.pop(version, None)
 
     def download_model(self, version: PolicyVersion) -> tuple[LocalVersion, Path]:
-        """Download tensors, config and tokenizer; return the version and the folder of its files."""
+        """Download tensors, config and tokenizer of a version; return it and the folder of its files."""
         # a folder of its own: an engine may still read the files of the version before
         folder = self._folder / f"model-{version}"
         return self._counted(lambda: self._versions.download_model(version, folder, keeps_base=True)), folder
 
     def download(self, version: PolicyVersion) -> LocalVersion:
-        """Download the tensors of a version, by deltas to a version that is kept where that is cheaper.
+        """Download the tensors of a version, as deltas to a kept version where that is cheaper.
 
-        A version that was refused is made anew, from whole ones alone: what is wrong may be here. The starting model is
-        one, and stays: every tensor that is made of it is verified, and where one is wrong it is downloaded as well.
+        A version that was refused is not built from kept versions, because a damaged one may be the cause. The starting
+        model is the exception: each tensor built from it is verified, and if one is wrong it is downloaded again, too.
         """
         with self._lock:
             self._num_downloads += 1  # from here on the files of `kept` stay
@@ -132,7 +132,7 @@ class WeightLoader:
         return weights
 
     def add(self, weights: LocalVersion) -> None:
-        """Keep a version that has been downloaded, with the starting model that its adapter was merged into."""
+        """Keep a downloaded version, and the starting model if the version is an adapter that was merged into it."""
         with self._lock:
             self._weights[weights.version] = weights
             if (base := weights.base) is not None:
@@ -144,13 +144,13 @@ class WeightLoader:
         self._delete_unneeded()
 
     def get(self, version: PolicyVersion | None) -> LocalVersion | None:
-        """Return the version, if it is here and not refused."""
+        """Return the files of a version; None if it is not on this machine or is refused."""
         return None if version is None or version in self.refused else self._weights.get(version)
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
-        """Delete the tensors of all other versions; files that a download uses go when it ends.
+        """Delete the tensors of all other versions, as soon as no download runs.
 
-        The starting model stays while a version that is kept is an adapter: the next one is merged into it as well.
+        The starting model stays if a version in `versions` is an adapter: the next adapter is merged into it, too.
         """
         # a version of a large model has many gigabytes, and a new one comes every few minutes
         adapters = [self._weights[version].manifest.adapter for version in self._weights if version in versions]
@@ -177,11 +177,11 @@ class VersionPulls:
     """Pulls the versions that evaluations pin, then the newest one.
 
     Args:
-        newest: returns the newest version by the word of the buffer.
-        return_visits: drops visits, and returns their leases.
-        has_news: set when there is a version to pull.
-        has_work: set when a version was pulled.
-        tick_s: how often the task polls for versions.
+        newest: returns the newest version that the buffer has named.
+        return_visits: drops visits and returns their leases to the buffer.
+        has_news: the caller sets it when there is a version to pull.
+        has_work: set here when a version was pulled.
+        tick_s: longest time between two looks for a version to pull.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class VersionPulls:
         self._attempts: Counter[PolicyVersion] = Counter()
 
     async def pull_forever(self) -> None:
-        """Pull pinned versions first, then the newest; return the leases of evaluations whose version is refused."""
+        """Pull pinned versions first, then the newest one. Return the leases of evaluations of a refused version."""
         while True:
             refused = self._loader.refused
             pinned = [v for v in self._queue.pinned_versions() if self._loader.get(v) is None]

@@ -1,19 +1,19 @@
 """The life of a visit in the searcher: one lease, its prompt, and the S rollouts that are sampled for it.
 
-Other systems call this a prompt group; here "group" is the K rollouts that a training batch draws of one prompt.
+Other systems call a visit a prompt group; here a group is the K rollouts of one prompt in one slot of a batch.
 
     state       in                          next
     leased      SearcherLoop._lease_task    queued; or returned (not needed), or refused (its prompt is too long)
     queued      WorkQueue                   sampling; or dropped when its lease is lost; or returned by a drain
     sampling    WorkQueue and the engine    complete with its last completion; or refused (the engine cannot honour
-                                            it); or cut short by a drain, which delivers the completions there
-                                            are
-    complete    Delivery                    scored, or pending where the reward service is away
+                                            it); or cut short by a drain, which still delivers a training visit's
+                                            completions
+    complete    Delivery                    scored, or pending if the reward service is away
     scored      Delivery                    pushed (training) or reported (evaluation): the buffer has acknowledged it
 
-A lease is renewed by `LeaseManager` from leased to scored. It ends by itself with the push, is returned so that
-another searcher gets the visit at once, or expires where the searcher or the network is gone. Rollouts count no matter
-who holds the lease: once sampling has begun, a lost lease changes nothing.
+`LeaseManager` renews a lease until its visit is pushed or reported, which ends the lease. A returned lease lets another
+searcher have the visit at once. A lease expires if the searcher or the network fails. Rollouts count no matter who
+holds the lease: once sampling has begun, a lost lease changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = get_logger("leases")
 
 @dataclass(slots=True, kw_only=True)
 class Visit:
-    """One lease with its tokenized prompt and the completions so far."""
+    """One lease, its tokenized prompt and its completions so far."""
 
     lease: Lease
     prompt_tokens: tuple[int, ...]
@@ -76,7 +76,7 @@ class WorkQueue:
 
     @property
     def num_unsubmitted(self) -> int:
-        """Rollouts that have not been submitted to the engine."""
+        """Number of rollouts that have not been submitted to the engine."""
         return sum(v.lease.num_rollouts - v.num_submitted for queue in self._queues.values() for v in queue)
 
     @property
@@ -97,7 +97,7 @@ class WorkQueue:
         return self._open.get(request_id.rpartition("/")[0])
 
     def take_requests(self, max_requests: int, *, pinned: PolicyVersion | None) -> list[Request]:
-        """Return the next requests: of evaluations of `pinned`, or of training visits when it is None."""
+        """Remove and return the next requests: of evaluations of version `pinned`, or of training visits if None."""
         queue, requests = self._queues[pinned is not None], []
         for visit in list(queue):
             if pinned is not None and visit.pinned != pinned:
@@ -111,7 +111,7 @@ class WorkQueue:
         return requests
 
     def add_completion(self, completion: Completion) -> Visit | None:
-        """Add a completion to its visit; return the visit when that completes it, and remove it from here."""
+        """Add a completion to its visit. If that completes the visit, remove it from the queue and return it."""
         visit = self.visit_of(completion.request_id)
         if visit is None:  # dropped while the engine was decoding it
             return None
@@ -120,7 +120,7 @@ class WorkQueue:
         return self._open.pop(visit.lease.lease_id) if is_complete else None
 
     def drop(self, visits: Iterable[Visit]) -> None:
-        """Forget visits; the caller returns their leases."""
+        """Remove visits from the queue; the caller must return their leases."""
         for visit in visits:
             self._open.pop(visit.lease.lease_id, None)
             queue = self._queues[visit.pinned is not None]
@@ -150,7 +150,7 @@ class WorkQueue:
 
 
 def draw_temperature(mix: TemperatureMix, run_seed: int, visit_id: str, num_missing: int, number: int) -> float:
-    """Draw the sampling temperature of rollout `number` of the `num_missing` that a visit lacks, uniform in the mix."""
+    """Return a temperature, uniform in the mix, for rollout `number` of the `num_missing` that a visit still needs."""
     # The same visit with nothing delivered draws the same temperatures again: a second draw would favour those whose
     # rollouts end before a lease expires. `num_missing` is part of the seed because the rest of a visit that was
     # delivered in part would otherwise repeat temperatures that are there already.
@@ -162,9 +162,9 @@ class LeaseManager:
     """Renews and returns the leases that this searcher holds.
 
     Args:
-        buffer: the client for returns.
-        renewals: a client that does not retry.
-        queue: visits that are not complete.
+        buffer: the client that returns leases.
+        renewals: the client that renews leases; it does not retry.
+        queue: holds the visits that are not complete.
         delivering: returns the lease ids of the visits that are being scored or pushed.
     """
 
@@ -180,10 +180,10 @@ class LeaseManager:
         self._buffer, self._renewals = buffer, renewals
         self._queue, self._delivering, self._status = queue, delivering, status
         self.num_returns_in_flight = 0
-        """Calls of `return_leases` that have not ended."""
+        """Number of `return_leases` calls that have not ended."""
 
     async def renew_forever(self) -> None:
-        """Renew all leases each time a third of the shortest has passed."""
+        """Renew all leases, each time after a third of the shortest lease duration."""
         lease_s = 3 * _IDLE_RENEWAL_S
         while True:
             lease_s = min([visit.lease.expires_in_s for visit in self._queue.open_visits()], default=lease_s)
@@ -191,7 +191,7 @@ class LeaseManager:
             await self.renew()
 
     async def renew(self) -> None:
-        """Renew the leases of all visits that are here; drop queued visits whose leases are lost."""
+        """Renew the leases of all visits of this searcher; drop queued visits whose leases are lost."""
         held = {visit.lease.lease_id for visit in self._queue.open_visits()} | self._delivering()
         lost: set[str] = set()
         for lease_ids in _chunks(sorted(held)):
@@ -210,9 +210,10 @@ class LeaseManager:
             self._queue.drop(dropped)
 
     async def return_leases(self, lease_ids: Sequence[str], *, refused: Sequence[str] = ()) -> list[str]:
-        """Return leases, so that others get them at once, and refuse those that cannot be sampled.
+        """Return leases to the buffer, so that other searchers get them at once. Leases that are not returned expire.
 
-        Leases whose return fails expire by themselves.
+        Args:
+            refused: ids of more leases, whose prompts cannot be sampled.
 
         Returns:
             The ids in `lease_ids` whose return the buffer has not acknowledged.
@@ -238,7 +239,7 @@ class LeaseManager:
 
 
 def num_round_visits(recipe: Recipe) -> int:
-    """Return the visits of one round of slots, or, if that is less, those that a batch makes room for."""
+    """Return how many visits fill one round of slots, but at most what `samples_per_insert` allows per batch."""
     sampling, num_rollouts = recipe.sampling, recipe.searcher.num_slots
     if sampling.samples_per_insert is not None:
         num_drawn = sampling.prompts_per_batch * sampling.group_size

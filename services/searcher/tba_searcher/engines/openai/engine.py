@@ -1,13 +1,13 @@
-"""A server that runs already behind the engine protocol: one HTTP call per request and weight version.
+"""The engine protocol in front of a running vLLM server: one HTTP call per request and weight version.
 
     submit -> waiting -> (a slot is free) a call in a thread -> its answer -> completion
     load_weights: abort the calls, keep their tokens -> reload -> label -> `step` sends prompt and tokens again
 
-* Which version made a token: weights change only while no call is under way, and a call's tokens come from the weights
-  that were loaded when it was sent. The label that `load_weights` gives the server is read again after the answers; a
-  server that has started again, or to which somebody else gave weights, no longer has it. Nothing it said counts then.
-* Log-probs are those of the distribution that is drawn from, which is checked at the start (vllm_server.py).
-* `verify` compares the files that the server read with the manifest, and asks the server for the canary.
+* Version of a token: weights change only while no call is in flight, so a call's tokens come from the weights that
+  were loaded when it was sent. `load_weights` gives the server a label, which is read again after each answer. A server
+  that restarted, or got weights from somebody else, has lost the label; its answers are then dropped.
+* Log-probs belong to the distribution that tokens are drawn from; `VllmServer.check` tests that at the start.
+* `verify` compares the files that the server loaded with the manifest, and asks the server for the canary's log-probs.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from tba_searcher.waits import RETRY_S
 
 log = get_logger("openai")
 POLL_S = 0.02
-"""`step` waits so long for an answer."""
+"""Longest time that one `step` waits for an answer."""
 ABORT_EVERY_S = 0.05
-"""Aborts are repeated: a call may reach the server after its first abort."""
+"""Pause between two aborts of the same call: the call may reach the server after its first abort."""
 RESEND_AFTER_S = 1.0
-"""A call that was cut off is made once more after this pause; each answer allows another one."""
+"""Pause before a call that was cut off is sent again. A second failure without an answer between ends the engine."""
 CHECK_EVERY_S = 10.0
-"""While no answer comes, the label is read so often: a server that hangs is noticed before its calls time out."""
+"""Time between two reads of the label while no answer comes, to notice a hanging server before its calls time out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,12 @@ class OpenAiSettings(EngineSettings):
 
     section: OpenAiSection = field(default_factory=OpenAiSection)
     ca_file: str | None = None
-    """The authorities that are trusted for an https address."""
+    """File with the certificate authorities that are trusted for an https address."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not handed out yet, with the tokens that it has."""
+    """A request whose completion has not been returned yet, with its response so far."""
 
     request: Request
     started_at_s: float
@@ -85,9 +85,9 @@ class _Open:
     logprobs: list[float] = field(default_factory=list)
     versions: VersionMarks = field(default_factory=list)
     finish_reason: str = ""
-    """Empty until it has ended."""
+    """Empty until the response has ended."""
     is_resent: bool = False
-    """Whether its last call was cut off."""
+    """Whether the last call failed and is sent again."""
     send_at_s: float = 0.0
 
 
@@ -100,8 +100,8 @@ class OpenAiEngine:
 
     Raises:
         ConfigError: the server cannot be an engine, or its token or folder cannot be used.
-        EngineError: it cannot load the weights.
-        ServiceError: it does not answer, or refuses this client.
+        EngineError: the server cannot load the weights.
+        ServiceError: the server does not answer, or refuses this client.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class OpenAiEngine:
         self.default_eos_ids = as_ids(generation.eos_token_id)
         num_tokens = settings.max_prompt_tokens + settings.max_response_tokens
         self._patient = connect(settings.section, num_tokens=num_tokens, retry_s=RETRY_S, ca_file=settings.ca_file)
-        """Its calls are repeated; the other's failures are looked at first."""
+        """Retries its calls. `_server` does not, because the cause of a failure decides what happens next."""
         self._server = self._patient.without_retries()
         expected = {name: entry for name, (_, entry) in read_headers(tensors_paths).items()}
         self._folders = WeightFolders(settings.section, expected)
@@ -130,9 +130,9 @@ class OpenAiEngine:
         self._label, self._checked_at_s = "", 0.0
         self._open: dict[str, _Open] = {}
         self._aborted: dict[str, Future[Piece]] = {}
-        """Calls for forgotten requests that have not come back."""
+        """Unanswered calls of requests that were aborted, by call id."""
         self._failure: str | None = None
-        """Why the next step ends the engine: what is finished is handed out first."""
+        """Why the next step raises EngineDiedError; the current step still returns finished requests."""
         self._params_sha256 = ""
         try:
             self.load_weights(tensors_paths, version)
@@ -204,11 +204,11 @@ class OpenAiEngine:
         ]
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
-        """Put the files where the server finds them (see `StagingEngine`)."""
+        """Link or copy the files into a folder that the server can read (see `StagingEngine`)."""
         self._folders.get(tensors_paths)
 
     def load_weights(self, tensors_paths: Sequence[Path], version: PolicyVersion) -> None:
-        """Let the server load all parameters; requests under way keep their tokens (see `Engine.load_weights`)."""
+        """Abort the calls in flight and have the server load the files (see `Engine.load_weights`)."""
         new = self._folders.get(tensors_paths, to_load=True)
         # every call comes back with the tokens that it has, so that none is under way while weights change
         calls = {entry.sent_id: entry.call for entry in self._open.values() if entry.call is not None} | self._aborted
@@ -233,7 +233,7 @@ class OpenAiEngine:
         self.version, self._params_sha256, self._label = version, new.params_sha256, label
 
     def verify(self, manifest: Manifest) -> None:
-        """Check the digest of the files that the server read, and its canary (see `Engine.verify`)."""
+        """Check the digest of the files that the server loaded, and the canary (see `Engine.verify`)."""
         check_loaded(self, manifest)
         self._check_label()
 
@@ -255,13 +255,13 @@ class OpenAiEngine:
         self._folders.close()
 
     def _take_answers(self, *, called_back: bool = False) -> None:
-        """Add the answers that are there to their responses.
+        """Append the tokens of finished calls to their responses.
 
-        A call that failed, or brought no token (unless it was called back), ends the engine with the next step. One
-        that was cut off or refused for the moment is made once more.
+        A call that was cut off, or that a busy server refused, is sent once more. Any other failure ends the engine
+        with the next step. So does an answer without tokens, unless the call was aborted (`called_back`).
 
         Raises:
-            EngineDiedError: the server is not the one that has the weights.
+            EngineDiedError: the server no longer has the weights of the last load.
         """
         pieces, failed = list[tuple[_Open, Piece]](), list[tuple[_Open, ServiceError]]()
         for entry in self._open.values():
@@ -291,7 +291,7 @@ class OpenAiEngine:
             self._abort_calls([entry.sent_id for entry, _ in failed])  # they may go on there
 
     def _add(self, entry: _Open, piece: Piece) -> None:
-        """Add a piece to a response, and see whether it is the last one."""
+        """Append a piece to a response, and set the finish reason if the response has ended."""
         request, start = entry.request, len(entry.tokens)
         if problem := self._problem_with(piece, request.max_response_tokens - start):
             self._failure = f"{self._server.base_url} answered request {request.request_id} with {problem}"
@@ -316,7 +316,7 @@ class OpenAiEngine:
             entry.finish_reason = "length"
 
     def _problem_with(self, piece: Piece, num_asked: int) -> str | None:
-        """Return what no model samples, or nobody asked for: the fault of the server, not of the rollout."""
+        """Return what is wrong with a piece: too many tokens, an unknown token id or an impossible log-prob."""
         tokens, highest = piece.tokens, max(piece.logprobs)
         if len(tokens) > num_asked:
             return f"{len(tokens)} tokens, and at most {num_asked} were asked for"
@@ -340,7 +340,7 @@ class OpenAiEngine:
             self._server.abort(sent_ids)
 
     def _check_label(self) -> str:
-        """Return the server's label; check that it is still that of the last load, once there is one."""
+        """Return the server's label; raise EngineDiedError if it is not the label of the last load."""
         try:
             found = self._patient.label()
         except ServiceError as error:

@@ -1,10 +1,10 @@
-"""`vllm serve` as a server that generates.
+"""A client of `vllm serve`. It calls these routes:
 
     /v1/completions                                token ids in; token ids and log-probs out
-    /abort_requests                                requests come back at once, with the tokens that they have
-    /collective_rpc {"method": "reload_weights"}   all weights from a folder
-    /reset_prefix_cache                            keys and values of the weights before are dropped
-    /weight_info, /update_weight_version           a label
+    /abort_requests                                ends requests at once; they return their tokens so far
+    /collective_rpc {"method": "reload_weights"}   loads all weights from a folder
+    /reset_prefix_cache                            drops the keys and values of the previous weights
+    /weight_info, /update_weight_version           reads and sets the label of the weights
 
 All but the first are vLLM's routes for training, which it offers with VLLM_SERVER_DEV_MODE=1.
 """
@@ -31,14 +31,14 @@ from tba.fields import StrictModel
 from tba_searcher.engines.engine import Request
 
 LOWEST_LOGPROB = -9999.0
-"""Servers write this, something below it or nothing for minus infinity."""
+"""For a log-prob of minus infinity, servers write this value, a lower one or none."""
 M = TypeVar("M", bound=StrictModel)
 REQUEST_TIMEOUT_S = 1800.0
 """Deadline of a response, or of its part since the last weight update."""
 CONTROL_TIMEOUT_S = 30.0
 """Deadline of a call that does not generate."""
 _RESET_S = 10.0
-"""How long keys and values may stay in use after the last request has come back: they may be on the way elsewhere."""
+"""Deadline for dropping the key-value cache. The server may still be moving parts of it after the last request."""
 _START_HINT = (
     "start it as docs/searcher.md says: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
     "--generation-config vllm"
@@ -46,17 +46,17 @@ _START_HINT = (
 _PROBE_TOKENS = 16
 _PROBE_ATOL = 1e-3
 _TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
-"""Minus the log-prob of each of so many tokens that are equally likely: top-k 1 leaves all with the highest logit, and
-in 16 bits that may be several."""
+"""-log(1 / n) for n = 1 to 4: minus the log-prob of each of n tokens that share the highest logit. Top-k 1 keeps all of
+them, and in 16 bits there may be several."""
 _PROBE_MIN_NATS = 1.0
-"""Of all probe tokens together; rounding makes less."""
+"""Log-probs, summed over the probe tokens, count as different from here on; rounding causes less."""
 
 
 class _ServedModel(StrictModel):
-    """What a server says of its model."""
+    """One entry of /v1/models."""
 
     owned_by: str = ""
-    """The kind of server."""
+    """The kind of server: "vllm", for example."""
     max_model_len: int | None = None
 
 
@@ -66,7 +66,7 @@ class _Models(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens that one request to the server has made; a response may need several."""
+    """The tokens that one call returned; a response may need several calls."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -107,14 +107,14 @@ class _Reset(StrictModel):
 
 
 def connect(section: OpenAiSection, *, num_tokens: int, retry_s: float, ca_file: str | None) -> VllmServer:
-    """Return a client of the server that the settings name, once it has shown that it can be an engine.
+    """Connect to the server that the settings name, check that it can be an engine, and return the client.
 
     Args:
         num_tokens: of the longest prompt and response together.
 
     Raises:
-        ConfigError: it cannot, with what to do; or its token cannot be used.
-        ServiceError: it does not answer, or refuses this client.
+        ConfigError: the server cannot be an engine (the message says what to do), or its token is not set.
+        ServiceError: the server does not answer, or refuses this client.
     """
     name = section.token_env
     token = None if name is None else os.environ.get(name)
@@ -133,7 +133,7 @@ def connect(section: OpenAiSection, *, num_tokens: int, retry_s: float, ca_file:
 
 
 class VllmServer(ServiceClient):
-    """A server of vLLM; thread-safe. Every call is safe to repeat."""
+    """A client of one vLLM server; thread-safe. Every call is safe to repeat."""
 
     def without_retries(self) -> Self:
         """Return a client of the same server, over the same connections, that makes each call once."""
@@ -142,7 +142,7 @@ class VllmServer(ServiceClient):
         return twin
 
     def check(self, num_tokens: int) -> None:
-        """Check once that the server can be an engine (see `connect`)."""
+        """Check vLLM, context length, weight routes, one model copy and exact log-probs (errors: see `connect`)."""
         model = self._read(_Models, "GET", "/v1/models").data[0]
         if model.owned_by != "vllm":
             raise ConfigError(
@@ -196,12 +196,12 @@ class VllmServer(ServiceClient):
             )
 
     def complete(self, sent_id: str, request: Request, before: Sequence[int], *, seed: int | None, label: str) -> Piece:
-        """Continue the response to a request.
+        """Generate the rest of the response to a request; return it, or the part before an abort.
 
         Args:
             sent_id: names this call for `abort`.
-            before: the response tokens that are there.
-            label: of the weights; keys and values that are cached under another one are not used.
+            before: the response tokens so far.
+            label: of the weights; the server reuses only keys and values that it cached under this label.
         """
         sampling = request.sampling
         return self._complete(
@@ -220,7 +220,7 @@ class VllmServer(ServiceClient):
         )
 
     def abort(self, sent_ids: Sequence[str]) -> None:
-        """Let calls of `complete` come back with the tokens that they have; unknown ids are ignored."""
+        """Make calls of `complete` return their tokens so far at once; ignore unknown ids."""
         ids = [f"cmpl-{sent_id}-0" for sent_id in sent_ids]  # vLLM's own names for them
         self._post("/abort_requests", {"request_ids": ids})
 
@@ -236,14 +236,17 @@ class VllmServer(ServiceClient):
         return np.array([row[str(token)].logprob if row else np.nan for row, token in found], np.float32)
 
     def label(self) -> str:
-        """Return the label that `load_weights` gave the weights; `default` since the server has started."""
+        """Return the label of the last `load_weights`; `default` if the server has had none since it started."""
         return self._read(_WeightInfo, "GET", "/weight_info").weight_version
 
     def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
-        """Replace all weights by those of a folder, as the server sees it, and label them. No request may be active.
+        """Load all weights from a folder, drop the key-value cache, and label the weights. No request may be active.
+
+        Args:
+            folder: its path as the server sees it.
 
         Raises:
-            ServiceError: the server could not; its weights may be a mixture.
+            ServiceError: the load failed; the server's weights may be a mixture.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post("/collective_rpc", body, timeout_s=timeout_s)

@@ -27,11 +27,11 @@ class WeightFolder:
     at_server: Path
     """The same folder, as the server sees it."""
     params_sha256: str
-    """Of the files in it."""
+    """Digest of the tensors in its files."""
 
 
 class WeightFolders:
-    """Makes folders; keeps the newest and the last two that were loaded. Thread-safe."""
+    """Makes a folder per version; deletes all but the newest and the last two that were loaded. Thread-safe."""
 
     def __init__(self, section: OpenAiSection, expected: dict[str, DtypeAndShape]) -> None:
         self._expected, self._lock = expected, threading.Lock()
@@ -54,10 +54,10 @@ class WeightFolders:
         self._num_made = 0
 
     def get(self, tensors_paths: Sequence[Path], *, to_load: bool = False) -> WeightFolder:
-        """Return the folder of these files, made now unless it is there.
+        """Return a folder with these files, by links or copies; make it if there is none, and delete old ones.
 
         Args:
-            to_load: the server loads it now. The last two of these are kept, because the newest may be refused.
+            to_load: whether the server loads it now. The last two such folders stay: the newest may be refused.
         """
         check_tensors(tensors_paths, self._expected)
         with self._lock:
@@ -73,7 +73,7 @@ class WeightFolders:
             return found
 
     def close(self) -> None:
-        """Delete all of them."""
+        """Delete all folders."""
         self._exit.close()
 
     def _make(self, tensors_paths: Sequence[Path]) -> WeightFolder:

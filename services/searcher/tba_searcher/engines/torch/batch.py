@@ -1,6 +1,6 @@
 """The batch of the embedded engine: requests in slots, their keys and values, and cached prompt prefixes.
 
-A slot is an index: of the host arrays of `Batch`, and of the key-value tensor of `KVCache`.
+A slot is an index into the host arrays of `Batch` and into the key-value tensor of `KVCache`.
 
     slots 0 .. num_slots - 1     one active request each; the first `num_used` of them are decoded together
     slots num_slots ..           keys and values of prompt prefixes, managed by `PrefixCache` and copied into the others
@@ -35,7 +35,7 @@ Prefix = tuple[int, ...]
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """The part of a slot that changes with events, not with tokens."""
+    """The state of a slot that does not change with each token."""
 
     request: Request
     started_at_s: float
@@ -53,7 +53,7 @@ class Batch:
     def __init__(self, num_slots: int, max_len: int) -> None:
         self.num_slots = num_slots
         self.num_used = 0
-        """Slots in use, holes included."""
+        """Number of slots in use, including the holes that finished requests have left."""
         self.holes: list[int] = []
         self.requests: list[ActiveRequest | None] = [None] * num_slots
         self.tokens = np.zeros((num_slots, max_len), np.int64)
@@ -116,15 +116,15 @@ class Batch:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Leave a hole."""
+        """Forget the request in a slot; the slot is a hole until `add` or `compact`."""
         self.requests[slot] = None
         self.holes.append(slot)
 
     def compact(self) -> list[tuple[int, int]]:
-        """Close all holes with requests from the end.
+        """Move requests from the last slots into all holes.
 
         Returns:
-            (from, to) slots that were moved here; the caller moves their keys and values.
+            (from, to) slot of each moved request; the caller must copy its keys and values.
         """
         holes, moves = set(self.holes), []
         flags = (self._has_stops, self._has_options)
@@ -156,7 +156,7 @@ class Batch:
         return bool(self._has_options[: self.num_used].any())
 
     def banned(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return slots and tokens, [B] each, of the end-of-sequence ids that may not be sampled yet."""
+        """Return the end-of-sequence ids that may not be sampled yet, as slots [B] and token ids [B]."""
         slots, columns = np.nonzero(
             (self.position[: self.num_used] + 1 < self._first_end[: self.num_used])[:, None]
             & (self._eos[: self.num_used] >= 0)
@@ -168,7 +168,7 @@ class Batch:
         return np.flatnonzero((self.top_k[: self.num_used] > 0) | (self.top_p[: self.num_used] < 1))
 
     def seeded(self) -> list[tuple[int, Any]]:
-        """Return the slots whose request has a random stream of its own, and the stream."""
+        """Return (slot, random stream) of each request with a seed of its own."""
         found = [(slot, a.generator) for slot, a in enumerate(self.requests[: self.num_used]) if a is not None]
         return [(slot, generator) for slot, generator in found if generator is not None]
 
@@ -181,7 +181,7 @@ class Batch:
         """Add one sampled token to every slot (there must be no holes).
 
         Args:
-            completes_stop: asked for requests with stop strings, with the response so far.
+            completes_stop: returns whether a response (so far) and its request end with a stop string.
 
         Returns:
             (slot, finish reason) of the requests that finished.
@@ -226,7 +226,7 @@ class Batch:
 
 
 class PrefixCache:
-    """Tells which slot holds the keys and values of which prompt prefix; the least recently used is replaced first.
+    """Maps prompt prefixes to the slots with their keys and values; evicts the least recently used prefix first.
 
     Args:
         first_slot, num_slots: the slots of the key-value tensor that hold prefixes.
@@ -245,10 +245,10 @@ class PrefixCache:
         return self._slots.get(request.prompt_tokens[:-1], self._first_slot)
 
     def admit(self, waiting: deque[Request], num_free: int) -> tuple[list[Request], list[tuple[Sequence[int], int]]]:
-        """Take requests off `waiting` whose prefixes fit into the cache together.
+        """Remove the first requests from `waiting` whose prefixes fit into the cache together.
 
         Returns:
-            The requests, at most `num_free`, and the (prefix, slot) pairs to compute first.
+            The removed requests, at most `num_free`, and the (prefix, slot) pairs that the caller must prefill first.
         """
         needed: dict[Prefix, None] = {}
         admitted: list[Request] = []
@@ -314,11 +314,11 @@ class KVCache(Cache):
         super().__init__(layers=[_KVLayer(layer, self._plan) for layer in self._kv])
 
     def plan_prefill(self, slots: Tensor) -> None:
-        """Let the next forward pass fill slots (int64 [N]) from position 0."""
+        """Have the next forward pass write keys and values to slots (int64 [N]) from position 0 on."""
         self._plan.slots, self._plan.flat_positions = slots, None
 
     def plan_decode(self, positions: Tensor, length: int) -> None:
-        """Let the next forward pass add one token at `positions` (int64 [N]) to slots 0..N-1, none beyond `length`."""
+        """Have the next forward pass write one token at `positions` (int64 [N], all below `length`) to slots 0..N-1."""
         num_heads, max_len = self._kv.shape[3], self._kv.shape[4]
         lines = torch.arange(len(positions) * num_heads, device=positions.device).view(-1, num_heads)
         self._plan.flat_positions, self._plan.length = (lines * max_len + positions[:, None]).flatten(), length
@@ -354,7 +354,7 @@ class _KVLayer(CacheLayerMixin):
         """Do nothing: the tensor exists from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values [N, heads, Q, dim]; return those that the queries may attend to."""
+        """Store new keys and values [N, heads, Q, dim]; return the keys and values that the queries attend to."""
         plan, length = self._plan, key_states.shape[2]
         assert self.keys is not None
         assert self.values is not None
@@ -378,7 +378,7 @@ class _KVLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """Return the positions per slot."""
+        """Return the number of positions per slot."""
         assert self.keys is not None
         return self.keys.shape[2]
 
@@ -389,7 +389,7 @@ _PLAIN_KEYWORDS = frozenset({"position_ids", "use_cache", "cache_position", "is_
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a model on the CPU attend with `grouped_attention`, if its code takes attention functions such as torch's."""
+    """Make a CPU model use `grouped_attention`, if its code lets attention functions be exchanged; else do nothing."""
     is_plain = getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
     if is_plain and model.device.type == "cpu":
         model.set_attn_implementation(ATTENTION_NAME)
@@ -405,9 +405,9 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with one new token per slot, for grouped heads: query [N, H, 1, D], keys [N, G, L, D] -> [N, 1, H, D].
+    """Compute the attention of one new token per slot: query [N, H, 1, D], keys [N, G, L, D] -> [N, 1, H, D].
 
-    All other calls go to transformers' own function.
+    It is for grouped-query attention (G < H). Other calls are passed on to transformers' own function.
     """
     is_unusual = any(kwargs[name] is not None for name in kwargs.keys() - _PLAIN_KEYWORDS)
     is_grouped = query.shape[1] > key.shape[1]

@@ -103,7 +103,7 @@ class EmbeddedEngine:
         self.version = version
         self._staged: StagedParams | None = None
         self._cache_is_stale = False
-        """Keys and values belong to the weights before."""
+        """Whether the keys and values of active requests still belong to the previous weights."""
         self._generator = _generator(self._device, settings.seed)
         self._columns = torch.arange(self._max_len, device=self._device)
         self._check_decoding()
@@ -172,7 +172,7 @@ class EmbeddedEngine:
         return completions
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
-        """Read weights beside generation (see `StagingEngine`)."""
+        """Read weights into memory while the engine generates (see `StagingEngine`)."""
         self._staged = None  # its memory first
         self._staged = StagedParams(self._model, tensors_paths)
 
@@ -216,7 +216,7 @@ class EmbeddedEngine:
         return self._logprobs(tokens, range(len(prompt_tokens), len(tokens)))
 
     def _logprobs(self, tokens: Sequence[int], places: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probs [R] of the tokens at some places, by a pass over the whole sequence."""
+        """Return the log-probs [R] of the tokens at positions `places`, by a forward pass over the whole sequence."""
         ids, at = torch.tensor([tokens], device=self._device), torch.tensor(places, device=self._device)
         # without the cache: the canary must not touch the keys and values of active requests
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
@@ -227,7 +227,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _check_decoding(self) -> None:
-        """Decode short sequences alone and beside a long one; compare with passes over all of each.
+        """Decode a short sequence alone and one beside a long one; compare with passes over the whole sequences.
 
         Raises:
             ConfigError: the log-probs differ, or the model fails with this cache.
@@ -367,7 +367,7 @@ class EmbeddedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Options of some rows of the logits beyond a temperature; empty tensors where there are none."""
+    """Sampling options besides temperature, for the rows of the logits that have any; else empty tensors."""
 
     banned_rows: Int[Tensor, " B"]
     """With `banned_tokens`: pairs (row, token) that may not be drawn, as end of sequence below a minimum length."""
@@ -391,9 +391,9 @@ def sample(
     """Draw one token per row, with its log-prob under exactly the distribution that was drawn from.
 
     Without options nothing is masked, so that the trainer's log_softmax(logits / temperature) is the same number; a
-    model that gives PAD some probability may draw it like any other token. With options, banned tokens, then all but
-    the `top_k` most probable, then all but the fewest that hold `top_p` of the rest have probability 0; what remains is
-    renormalised.
+    model that gives PAD some probability may draw it like any other token. With options, three filters apply in this
+    order: they remove banned tokens, all but the `top_k` most probable tokens, and all but the smallest set with
+    `top_p` of the remaining mass. Remaining probabilities are renormalised.
 
     Args:
         temperatures: float32; 0 takes the most probable token and reports its log-prob at temperature 1.

@@ -1,8 +1,8 @@
-"""What the embedded engine decodes exactly: by the config of a model, and by trying it.
+"""Checks that the embedded engine decodes a model exactly: first by the model's config, then by a trial.
 
-A log-prob of the engine must be that of a pass over the whole sequence, which is what the trainer computes. Layers that
-see a part of the sequence only, positions that are scaled by its length, and state that is no keys and values break
-this without an error. So a sequence of the least length and one past each window are decoded before the first request.
+The engine's log-probs must equal those of a forward pass over the whole sequence, which the trainer computes. Three
+things break this without an error: layers that see only a part of the sequence, positions that are scaled by its
+length, and state besides keys and values. The trial decodes short sequences and one that is longer than each window.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from tba.errors import ModelError
 
 MAX_GAP = {"float32": 0.005, "float16": 0.125, "bfloat16": 0.5}
-"""Largest mean gap of a few tokens, in nats. Rounding stays below it (docs/results.md, "Canary tolerances")."""
+"""Largest mean gap per sequence, in nats, by dtype. Rounding stays below it (docs/results.md, "Canary tolerances")."""
 NUM_TOKENS = 8
-"""Most tokens that are decoded of each."""
+"""Most tokens that the trial decodes per sequence."""
 MIN_TRIED = 96
-"""Tokens of the long sequence that is tried, where no window is longer: a pass costs more the longer it is."""
+"""Length of the trial's long sequence, in tokens, if no window asks for more. Each pass costs more with it."""
 WAY_OUT = 'use searcher.engine = "vllm", or another model'
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def attention_windows(config: Any, max_len: int) -> dict[str, int | None]:
-    """Return the kinds of layers of a text config, each with the tokens that it sees; None: all of `max_len`."""
+    """Return the attention window, in tokens, of each kind of layer in a text config; None: it sees all `max_len`."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else "chunked_attention" if chunk else FULL])
     if chunk and max_len <= chunk:
@@ -40,14 +40,14 @@ def attention_windows(config: Any, max_len: int) -> dict[str, int | None]:
 
 
 def tried_length(config: Any, max_len: int) -> int:
-    """Return the tokens of the long sequence that is tried: past every window that the config names."""
+    """Return the length of the trial's long sequence: beyond every window in the config, at most `max_len`."""
     named = [value for key, value in config.to_dict().items() if re.search("window|chunk|local|block", key)]
     limits = [value + 3 * NUM_TOKENS for value in named if isinstance(value, int) and value < max_len]
     return min(max_len, max([MIN_TRIED, *limits]))
 
 
 def check_positions(config: Any, max_len: int) -> None:
-    """Refuse positions that are scaled by the length of the sequence: no log-prob of a token would then be the one."""
+    """Raise ModelError if positions are scaled by the sequence length: log-probs would change as a response grows."""
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         limit = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", max_len)
@@ -60,7 +60,7 @@ def check_positions(config: Any, max_len: int) -> None:
 
 
 def check_gap(decoded: NDArray[np.float32], whole: NDArray[np.float32], *, dtype: str, what: str) -> None:
-    """Compare log-probs that were decoded with those of passes over the whole sequence, [N, tokens] each."""
+    """Raise ModelError if decoded log-probs [N, tokens] are too far from those of passes over the whole sequences."""
     # the mean: in a mixture of experts, rounding sends single tokens to other experts
     gap = float(np.abs(decoded - whole).mean(axis=1).max())
     if not gap <= MAX_GAP[dtype]:

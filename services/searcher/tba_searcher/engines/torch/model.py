@@ -46,7 +46,7 @@ def load_model(folder: Path, *, dtype: str, device: str, trust_remote_code: bool
 
 
 class StagedParams:
-    """The tensors of safetensors files in memory, to become the parameters of a model."""
+    """A copy of the tensors of safetensors files in memory, to become the parameters of a model."""
 
     def __init__(self, model: nn.Module, tensors_paths: Sequence[Path]) -> None:
         expected = {name: (dtype_name(param), list(param.shape)) for name, param in model.named_parameters()}
@@ -62,7 +62,7 @@ class StagedParams:
                     self._tensors[name] = tensor.pin_memory() if pins else tensor.clone()
 
     def put_into(self, model: nn.Module) -> None:
-        """Replace the parameters; on the CPU nothing is copied."""
+        """Replace the model's parameters with these tensors; a model on the CPU takes them without a copy."""
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if param.device.type == "cpu":

@@ -35,7 +35,7 @@ _PROBE_TOLERANCE = 1e-6
 
 
 class StartingModel:
-    """The starting model as the reference."""
+    """Computes ref log-probs with the starting model."""
 
     def __init__(
         self, folder: Path, *, temperature: float, dtype: str, device: str, trust_remote_code: bool = False
@@ -46,7 +46,7 @@ class StartingModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The number of token ids."""
         return int(self._model.config.get_text_config().vocab_size)
 
     def params_sha256(self) -> str:
@@ -76,7 +76,7 @@ class StartingModel:
     def _token_logprobs(
         self, pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], temperature: float
     ) -> Float[Tensor, " T"]:
-        """Return the log-probs of the response tokens, pair after pair."""
+        """Return the log-probs [T] of all response tokens, (prompt, response) pair after pair."""
         # padding is on the right, so no real token attends to it
         ids = np.zeros((len(pairs), max(len(p) + len(r) - 1 for p, r in pairs)), np.int64)  # [B, longest]
         for line, (prompt, response) in zip(ids, pairs, strict=True):
@@ -101,7 +101,7 @@ class StartingModel:
 
     @torch.inference_mode()
     def _probe(self) -> bool:
-        """Return whether the output head on the hidden states gives the logits; soft-capped logits do not come so."""
+        """Return whether the logits are just the output head applied to the hidden states; soft-capped ones are not."""
         head = self._model.get_output_embeddings()
         if head is None or self._model.base_model is self._model:
             return False
@@ -128,11 +128,11 @@ def load_starting_model(
     """Download version 0-0, load it and check it.
 
     Args:
-        folder: holds its files until it is loaded.
-        held: versions whose files are on this machine: its tensors are not downloaded where they are among them.
+        folder: gets a temporary folder for the files, until the model is loaded.
+        held: versions with files on this machine; tensors that they share with version 0-0 are not downloaded.
 
     Raises:
-        StoreUnavailableError: the store is away; try again.
+        StoreUnavailableError: the object store cannot be reached; try again.
         ReferenceRefusedError: version 0-0 is damaged, or the model failed while it was loaded or checked; try again.
         TbaError: version 0-0 is missing; trying again is no use.
     """
@@ -161,7 +161,7 @@ def load_starting_model(
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield positions of sequences of similar length, longest first, for passes of bounded size."""
+    """Yield lists of indices into `lengths`, longest first; each list is one pass of at most `PASS_TOKENS`."""
     rows: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if rows and lengths[rows[0]] * (len(rows) + 1) > PASS_TOKENS:

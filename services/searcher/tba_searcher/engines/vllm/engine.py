@@ -6,12 +6,12 @@ The model is in this process too, or with `searcher.tensor_parallel_size` in a p
 
 * Log-probs are vLLM's `processed_logprobs`: of the distribution that was drawn from, after min tokens, temperature,
   top-k and top-p, as the protocol asks.
-* New weights: active requests keep their tokens. Their keys and values are recomputed by the next step, prompt and
-  response so far. How many tokens each had then gives the spans.
+* New weights: active requests keep their tokens. The next step recomputes keys and values of each prompt and response
+  so far. The number of tokens that each request has at the load gives its version spans.
 * `verify` compares the digest of the tensors that were loaded with the manifest's, and asks vLLM itself for the
   log-probs of the canary.
 
-What is not in vLLM's public interface is in internals.py.
+All uses of vLLM's private interfaces are in internals.py.
 """
 
 # pyright: reportMissingImports=false
@@ -64,10 +64,10 @@ from tba_searcher.engines.vllm.workers import Workers
 from tba_searcher.engines.weight_check import check_loaded, check_tensors, read_headers
 
 BLOCK_SIZE = 32
-"""Tokens in one block of keys and values; a prompt's whole blocks are computed once and shared."""
+"""Tokens in one block of keys and values. Full blocks of a prompt are computed once and shared by its rollouts."""
 _CANARY_ID = "canary"
 _MIN_LEN = 64
-"""Context for the canary, where prompts and responses are shorter."""
+"""Smallest context length: the canary must fit even if prompts and responses are short."""
 _STAGING_POLL_S = 0.02
 log = get_logger("vllm")
 
@@ -78,16 +78,16 @@ class VllmSettings(EngineSettings):
 
     section: SearcherVllmSection = field(default_factory=SearcherVllmSection)
     tensor_parallel_size: int = 1
-    """Ranks, each with a slice of every tensor."""
+    """Number of ranks; each holds a slice of every tensor."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request under way."""
+    """A request that has not finished."""
 
     request: Request
     vllm_id: str
-    """vLLM's own name of it."""
+    """vLLM's own id of the request."""
     sampled: Sampled
     started_at_s: float
     versions: VersionMarks
@@ -131,7 +131,7 @@ class VllmEngine:
 
     @property
     def num_active(self) -> int:
-        """Requests that are being decoded now; fewer really are while vLLM's cache is too small for all slots."""
+        """Submitted requests, at most `num_slots`; vLLM decodes fewer if its key-value cache is too small for all."""
         return min(len(self._requests), self.num_slots)
 
     @property
@@ -201,11 +201,11 @@ class VllmEngine:
         return completions
 
     def stage_weights(self, tensors_paths: Sequence[Path]) -> None:
-        """Prepare weights beside generation (see `StagingEngine`).
+        """Have all ranks prepare weights while the engine generates, and wait until they have (see `StagingEngine`).
 
         Raises:
-            EngineError: also where they are not ready within `ENGINE_TIMEOUT_S`. Workers go on, and use them if they
-                are in time for their load.
+            EngineError: also when a rank is not ready within `ENGINE_TIMEOUT_S`. The ranks continue to prepare, and use
+                the result if it is ready before the load.
         """
         doing, limit_s = "staging weights", ENGINE_TIMEOUT_S
         self._workers.call("tba_stage_weights", self._places(tensors_paths), doing=doing)
@@ -237,7 +237,7 @@ class VllmEngine:
         return {name: str(path) for name, path in check_tensors(tensors_paths, self._expected).items()}
 
     def verify(self, manifest: Manifest) -> None:
-        """Check the digest of the loaded tensors, and the canary through vLLM (see `Engine.verify`)."""
+        """Check the digest of the loaded tensors, and the canary's log-probs from vLLM (see `Engine.verify`)."""
         check_loaded(self, manifest)
 
     def params_sha256(self) -> str:

@@ -1,4 +1,4 @@
-"""What vLLM finds around it: environment variables and platform differences."""
+"""Prepares a process for vLLM: environment variables, checks of the device, and unchanged transformers classes."""
 
 # pyright: reportMissingImports=false
 # (vLLM is an extra: types are checked without it too)
@@ -85,14 +85,14 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
 
 @contextmanager
 def keep_transformers_unchanged(*, compiles: bool) -> Iterator[None]:
-    """Keep classes of transformers as they are while vLLM builds a model that it runs through them (GPT-NeoX, say).
+    """Keep transformers' model classes usable while vLLM builds a model from one of them (GPT-NeoX, for example).
 
-    vLLM prepares the class for compilation. The starting model, an instance of the same class in the same process,
-    could then no longer be made or used.
+    vLLM changes such a class for compilation. The starting model, an instance of the same class in this process, could
+    then no longer be built or used.
 
     Args:
-        compiles: whether vLLM compiles the model; what it prepares then moves to a subclass, of which the models that
-            are built inside become instances. Else nothing is prepared, after the block neither.
+        compiles: if true, vLLM's changes move to a subclass after the block, and models that were built in the block
+            become its instances. If false, vLLM changes no class, and will not later in this process.
     """
     owner = transformers_adapter()
     if not compiles:
@@ -118,7 +118,7 @@ def keep_transformers_unchanged(*, compiles: bool) -> Iterator[None]:
 
 
 def _change_for_a_while(cls: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Change a class; return what moves the changes to a subclass, and with them the instances made since."""
+    """Change a class; return a function that moves the changes, and the instances made since, to a subclass."""
     before, bases = dict(vars(cls)), cls.__bases__
     change(cls)
     made, init = list[Any](), cls.__init__

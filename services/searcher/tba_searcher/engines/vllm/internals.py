@@ -1,8 +1,8 @@
-"""vLLM's private and moving interfaces. All of them are here: other files use what the package `vllm` exports itself,
+"""All uses of vLLM's private and unstable interfaces. Other files use only the names that the package `vllm` exports,
 and `vllm.sampling_params` (tests/unit/searcher/test_searcher_vllm_internals.py).
 
-They are those of the releases that are taken (`tba.config.searcher.VLLM_RELEASES`). `make test-vllm-versions` runs the
-contract of the engines against a successor.
+The code fits the supported releases (`tba.config.searcher.VLLM_RELEASES`). `make test-vllm-versions` runs the engine
+contract against a newer one.
 """
 
 # pyright: reportMissingImports=false
@@ -22,25 +22,25 @@ from tba_searcher.engines.engine import as_ids
 
 
 def device_in_use() -> tuple[bool, str]:
-    """Return whether this vLLM runs on the CPU, and the name of what it runs on."""
+    """Return whether this vLLM runs on the CPU, and the name of its device."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu(), "the CPU" if current_platform.is_cpu() else current_platform.device_name
 
 
 def transformers_adapter() -> Any:
-    """Return vLLM's module that runs models of transformers: its `support_torch_compile` changes their classes."""
+    """Return vLLM's module that runs transformers models; its `support_torch_compile` changes their classes."""
     from vllm.model_executor.models.transformers import base
 
     return base
 
 
 def start_engine(arguments: dict[str, Any], *, on_cpu: bool) -> Any:
-    """Return a running `LLMEngine`, whose scheduler is in this process. On the CPU it has the memory that keys and
-    values of all slots need at full length.
+    """Start an `LLMEngine` with its scheduler in this process. On the CPU its key-value cache holds all slots at full
+    length.
 
     Raises:
-        ConfigError: its kernels do not know the model's attention heads.
+        ConfigError: vLLM's CPU kernels do not support the size of the model's attention heads.
         Exception: vLLM raises anything on files or settings that it cannot use.
     """
     import vllm
@@ -87,18 +87,18 @@ def add_request(llm: Any, request_id: str, tokens: Sequence[int], params: Any) -
 
 
 def rank_processes(llm: Any) -> list[Any]:
-    """Return the processes of the ranks; none where the only worker is in this process."""
+    """Return the processes of the ranks; an empty list if the only worker is in this process."""
     return [worker.proc for worker in getattr(llm.engine_core.engine_core.model_executor, "workers", ())]
 
 
 def shut_down(llm: Any) -> None:
-    """End what vLLM has started."""
+    """Shut down vLLM's engine core and the workers that it has started."""
     llm.engine_core.shutdown()
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The response of one request, as far as it is."""
+    """The response of one request so far."""
 
     needs_text: bool
     """Whether vLLM looks for stop strings in it."""
@@ -108,11 +108,10 @@ class Sampled:
 
 
 class SampledTokens:
-    """Takes tokens and log-probs from what vLLM's scheduler returns.
+    """Collects tokens and log-probs directly from the outputs of vLLM's scheduler.
 
-    vLLM's output processor would do so too, in more time for each request and step (docs/searcher.md), and gives them
-    out at the end alone. Here it sees a response without log-probs, and only the last token where no text is
-    needed.
+    vLLM's own output processor takes more time per request and step (docs/searcher.md), and returns them only at the
+    end. So outputs reach it without log-probs, and where no text is needed only the last output does.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -121,12 +120,12 @@ class SampledTokens:
         llm.output_processor.process_outputs = self._take
 
     def follow(self, vllm_id: str, *, needs_text: bool) -> Sampled:
-        """Return what the next steps fill with the response of a request."""
+        """Start to collect the response of a request; return the object that later steps append to."""
         sampled = self._by_id[vllm_id] = Sampled(needs_text)
         return sampled
 
     def forget(self, vllm_id: str) -> None:
-        """Take no more of a request."""
+        """Stop collecting the response of a request."""
         self._by_id.pop(vllm_id, None)
 
     def _take(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +145,7 @@ class SampledTokens:
 
 @contextmanager
 def all_held_back(llm: Any) -> Iterator[None]:
-    """Hold back the requests in vLLM's queue; steps inside work on requests that are added inside. None may run."""
+    """Empty vLLM's queue for the block, so that its steps run only requests added in it. No request may be running."""
     queue = llm.engine_core.engine_core.scheduler.waiting
     waiting = [queue.pop_request() for _ in range(len(queue))]
     try:
@@ -160,12 +159,12 @@ def all_held_back(llm: Any) -> Iterator[None]:
 
 
 class WorkerModel:
-    """The model of one of vLLM's workers, and what the worker derives from its weights."""
+    """The model of one vLLM worker, and the state that the worker derives from its weights."""
 
     def __init__(self, worker: Any) -> None:
         self._runner: Any = worker.model_runner
         self.config: Any = self._runner.vllm_config
-        """vLLM's."""
+        """vLLM's own config."""
         self.rank: int = self.config.parallel_config.rank
         self.num_ranks: int = self.config.parallel_config.world_size
         if self.num_ranks > 1:
@@ -177,12 +176,12 @@ class WorkerModel:
         return self._runner.get_model()
 
     def exchange(self, other: Any) -> Any:
-        """Put another model into use; return the one before."""
+        """Make `other` the model in use; return the previous one."""
         before, self._runner.model = self._runner.model, other
         return before
 
     def forget_derived(self) -> None:
-        """Forget what vLLM derives from weights, as its own reload does."""
+        """Clear LoRA state and encoder caches, which vLLM derives from the weights; its own reload does the same."""
         self._runner.reset_lora_state()
         self._runner.reset_encoder_cache()
         self._runner.reset_mm_cache()
@@ -191,7 +190,7 @@ class WorkerModel:
         """Return a second model with its own weights.
 
         Raises:
-            RuntimeError: vLLM finds weights of this model in a way that an exchange would not change.
+            RuntimeError: an exchange would miss some weights, because vLLM shares their layers or finds them by name.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.layers import rotary_embedding
@@ -219,7 +218,7 @@ class WorkerModel:
         return model
 
     def load(self, model: Any, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Replace all parameters of a model of this worker by named tensors of a checkpoint, by vLLM's own reload.
+        """Replace all parameters of one of this worker's models with named checkpoint tensors, by vLLM's own reload.
 
         Raises:
             Exception: vLLM cannot. The weights are then a mixture; the next load replaces them all.
@@ -252,11 +251,11 @@ class WorkerModel:
 
 
 def _scale_slices_alone() -> None:
-    """Have a rank that rounds weights to 8 bits take their scales from its own slice.
+    """Make each rank that rounds weights to 8 bits compute the scales from its own slice alone.
 
-    vLLM takes the scale of a channel that ranks share from all of them, so each load waits for the other ranks: for
-    ever if one has failed, and between exchanges of decoding where weights are staged. A rank multiplies by its own
-    scale before results are summed, so these need not be equal; they are finer where they are not.
+    vLLM computes the scale of a shared channel over all ranks, so each load waits for the other ranks. It would wait
+    for ever after one has failed, and staging would mix its messages with those of decoding. Each rank multiplies by
+    its own scale before results are summed, so scales may differ, and are then finer.
     """
     from vllm.model_executor.layers.quantization.online import fp8
 

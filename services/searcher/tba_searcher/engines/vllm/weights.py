@@ -1,12 +1,12 @@
-"""Weights for a running vLLM: read and hashed on their way in, and prepared beside generation.
+"""Loads weights into a running vLLM: hashes them while it reads, and stages the next version while vLLM generates.
 
 vLLM's own reload (internals.py) does the work, because it knows how names map onto its packed layers.
 
-    CPU   SecondModel: the next weights go into a second model, and the pause is an exchange of the two. vLLM's kernels
+    CPU   SecondModel: staging fills a second model, and the pause only exchanges the two models. vLLM's kernels
           keep their own packed form of a weight, and packing takes several times as long as a copy.
-    GPU   HostTensors: the next weights are hashed in memory of the host, and the pause is vLLM's reload from it.
+    GPU   HostTensors: staging reads and hashes the tensors in host memory, and the pause is vLLM's reload from there.
 
-With several ranks each has all of this for its own slices; they read the same files, and share the hashing.
+Each rank does this for its own slices. All ranks read the same files, and each hashes a part of the tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tba_searcher.engines.weight_check import table_entry
 Paths = Mapping[str, str]
 """Tensor name -> its safetensors file."""
 Entry = tuple[str, str, tuple[int, ...], str]
-"""`table_entry` of a tensor."""
+"""Name, dtype, shape and digest of a tensor (`table_entry`)."""
 Entries = tuple[Entry, ...]
-"""What a rank hashed of its tensors. Those of all ranks make the `params_sha256`."""
+"""Entries of the tensors that one rank hashed. Those of all ranks together give the `params_sha256`."""
 Loaded = tuple[FileStamps | None, Entries]
-"""The files that are in a model (None: unknown, a load broke off), and what this rank hashed of them."""
+"""Stamps of the files that a model was loaded from (None: a load failed), and this rank's entries of them."""
 
 
 def hashed_here(worker: WorkerModel, paths: Paths) -> frozenset[str]:
@@ -46,9 +46,9 @@ class HashedTensors:
     def __init__(self, paths: Paths, own: Collection[str]) -> None:
         self._paths, self._own = paths, own
         self.entries: list[Entry] = []
-        """Of the tensors that were taken and are its own."""
+        """Entries of the tensors read so far that are named in `own`."""
         self.num_taken = 0
-        """How many tensors were taken."""
+        """Number of tensors read so far."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in read_tensors(self._paths):
@@ -59,7 +59,7 @@ class HashedTensors:
 
 
 def read_tensors(paths: Paths) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors, sorted by name; they are views of the mapped files."""
+    """Yield (name, tensor), sorted by name; the tensors are views of memory-mapped files."""
     files: dict[str, Any] = {}
     for name in sorted(paths):
         path = paths[name]
@@ -68,7 +68,7 @@ def read_tensors(paths: Paths) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_files(worker: WorkerModel, model: Any, paths: Paths) -> Entries:
-    """Replace all parameters of a model of the worker by the tensors of files; return what this rank hashed.
+    """Replace all parameters of one of the worker's models with the tensors of files; return this rank's entries.
 
     Raises:
         RuntimeError: vLLM did not take every tensor.
@@ -85,23 +85,24 @@ class Staging(Protocol):
     """Weights that are prepared in one thread, and used in another."""
 
     def stage(self, paths: Paths, stamps: FileStamps) -> None:
-        """Prepare the tensors of files; forget what was prepared before."""
+        """Prepare the tensors of files; drop weights that were prepared before."""
         ...
 
     def use(self, stamps: FileStamps, before: Loaded) -> Entries | None:
-        """Put the prepared weights into use and return what was hashed; None: others are prepared, or none.
+        """Put the prepared weights into use and return this rank's entries; None if other files, or none, are prepared.
 
         Args:
-            stamps: of the files that are wanted.
-            before: what is in use now.
+            stamps: of the files to use.
+            before: the files and entries of the model in use now.
         """
         ...
 
 
 class SecondModel:
-    """A second model with its own weights; the layers that hold keys and values are found by name, in the first one.
+    """Stages weights in a second model, which `use` exchanges with the model in use.
 
-    The model that was in use is the second one afterwards, so that going back costs nothing either.
+    Both use the key-value cache of the first model's layers, which vLLM finds by name. The previous model becomes the
+    second one, so going back to the old weights needs no load either.
 
     Raises:
         RuntimeError: this model cannot be exchanged.
@@ -140,10 +141,10 @@ class SecondModel:
 
 
 class HostTensors:
-    """All tensors in memory of the host: pinned where one rank has the GPU, else the files, mapped by all ranks.
+    """Stages weights in host memory: with one rank as pinned copies, with several as memory-mapped files.
 
-    A rank needs its slices alone. Pinned copies would hold the whole model once for each rank; mapped files are in the
-    page cache once, where hashing has brought them.
+    A rank needs only its slices, but pinned copies would hold the whole model once per rank. Mapped files are in the
+    page cache once; hashing reads them into it.
     """
 
     def __init__(self, worker: WorkerModel) -> None:

@@ -1,4 +1,4 @@
-"""What the engine calls where vLLM's model is: `WeightsExtension` is mixed into vLLM's worker."""
+"""Methods that the engine calls in the processes with vLLM's model: vLLM mixes `WeightsExtension` into its worker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Failure = tuple[str, str, str]
 
 
 def _answers(method: Callable[..., Any]) -> Callable[..., tuple[Any, Failure | None]]:
-    """Return the result or the failure of a method as a value.
+    """Make a method return (result, None) or (None, failure) instead of raising.
 
-    vLLM stops to read the answers of the ranks at the first exception, and would take those that are left for answers
-    to the next call.
+    vLLM stops reading the ranks' answers at the first exception. It would then take the unread answers for those to the
+    next call.
     """
 
     @functools.wraps(method)
@@ -40,7 +40,7 @@ def _answers(method: Callable[..., Any]) -> Callable[..., tuple[Any, Failure | N
 
 
 def _end_with_the_searcher() -> None:
-    """End this rank when the searcher has ended, however that did."""
+    """Wait until the searcher's process has ended for any reason, then end this rank's process."""
     # vLLM's own end took half a minute, and one rank may wait for another, with memory that the next searcher needs
     searcher = multiprocessing.parent_process()
     if searcher is not None:
@@ -58,10 +58,10 @@ class WeightsExtension:
 
     @_answers
     def tba_open_staging(self, on_cpu: bool) -> str:
-        """Make room for weights that are prepared beside generation; needed once, before any are.
+        """Prepare the worker for the other methods; call it once, first. With several ranks it ignores SIGTERM then.
 
         Returns:
-            Why this model has no such room; empty: it has.
+            Why weights cannot be staged for this model; empty if they can.
         """
         self._tba_worker = worker = WorkerModel(self)
         if worker.num_ranks > 1:
@@ -77,13 +77,13 @@ class WeightsExtension:
 
     @_answers
     def tba_stage_weights(self, paths: dict[str, str]) -> None:
-        """Begin to prepare the tensors of files (name -> file) in a thread, beside the other methods and generation."""
+        """Start a thread that stages the tensors of `paths` (name -> file) while vLLM generates; return at once."""
         staging, stamps = self._tba_staging, file_stamps(paths.values())
         self._tba_staged = begin_in_thread(lambda: None if staging is None else staging.stage(paths, stamps))
 
     @_answers
     def tba_is_staged(self) -> bool:
-        """Return whether the weights that were asked for last are prepared."""
+        """Return whether the last `tba_stage_weights` has ended; raise its error if it failed."""
         if not self._tba_staged.done():
             return False
         self._tba_staged.result()
@@ -91,7 +91,7 @@ class WeightsExtension:
 
     @_answers
     def tba_load_weights(self, paths: dict[str, str]) -> Entries:
-        """Replace all parameters by the tensors of files (name -> file); return what this rank hashed of them."""
+        """Replace all parameters with the tensors of `paths` (name -> file); return this rank's entries."""
         stamps, before = file_stamps(paths.values()), self._tba_in_use
         self._tba_in_use = (None, ())
         worker = self._tba_worker

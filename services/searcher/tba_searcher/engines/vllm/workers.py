@@ -1,13 +1,13 @@
-"""The workers of vLLM, one for each rank, and the only way in which the engine calls them.
+"""vLLM's workers, one per rank, and the one class through which the engine calls them.
 
-With one rank the worker is an object of this process. With more, vLLM's multiprocess executor starts a process for each
-and broadcasts every call to them through shared memory:
+With one rank the worker is an object of this process. With more, vLLM's multiprocess executor starts a process per rank
+and broadcasts every call to all of them through shared memory:
 
     engine's thread    step, load ----+                        +--> rank 0: its slice of every tensor
                                       |  one call at a time    |
     staging thread     begin, poll ---+--> shared memory ------+--> rank 1: ...
 
-All ranks work off the same calls in the same order, so all of them exchange their weights between the same two steps.
+All ranks run the same calls in the same order, so all of them change their weights between the same two steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Workers:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks; empty where the only worker is in this process."""
+        """Process ids of the ranks; empty if the only worker is in this process."""
         return [process.pid for process in self._processes]
 
     def step(self) -> list[Any]:
@@ -63,7 +63,7 @@ class Workers:
         """Call a method of `WeightsExtension` on every rank; return the results by rank.
 
         Raises:
-            EngineError: the method failed on a rank; the others have finished it.
+            EngineError: the method failed on a rank; the other ranks have finished it.
             EngineDiedError: a rank is out of memory, or ended.
         """
         with self._turn:
@@ -83,7 +83,7 @@ class Workers:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """End the workers, and let go of vLLM's engine."""
+        """Kill the ranks' processes and shut down vLLM's engine."""
         with self._noting:
             self._is_ending = True
         for process in self._processes:
@@ -92,7 +92,7 @@ class Workers:
         self._llm = None
 
     def _end_ranks(self, timeout_s: float | None = None) -> None:
-        """Wait until a process ends and note which one, then end the others.
+        """Wait until a rank's process ends, at most `timeout_s`; note which one, then kill all others.
 
         They may wait for the dead one within a collective operation, where no signal but SIGKILL reaches them.
         """
@@ -121,10 +121,10 @@ class Workers:
 
 
 def _exit_code(process: Any, timeout_s: float) -> int | None:
-    """Return how a process ended whose pipes are closed; None where nobody says so within `timeout_s`.
+    """Return the exit code of a process whose pipes have closed; None if it is not known within `timeout_s`.
 
-    Its pipes close a moment before there is an exit code. vLLM has a thread that waits for the same processes: where
-    that one collected the code and has not noted it yet, `Process.join` returns at once and there is none.
+    The pipes close a moment before there is an exit code. `Process.join` cannot wait for it: a vLLM thread waits for
+    the same process, and may have taken the code without having stored it yet. Then `join` returns at once without one.
     """
     until_s = time.monotonic() + timeout_s
     while (code := cast("int | None", process.exitcode)) is None and time.monotonic() < until_s:
@@ -133,5 +133,5 @@ def _exit_code(process: Any, timeout_s: float) -> int | None:
 
 
 def _is_out_of_memory(kind: str, text: str) -> bool:
-    """Return whether an exception of this class name and text says so; the process must not continue then."""
+    """Return whether an exception of this class name and text means out of memory; the engine must end then."""
     return kind in ("MemoryError", "OutOfMemoryError") or "out of memory" in text

@@ -49,7 +49,7 @@ EVAL_EVERY_STEPS = 40  # a multiple of sync_interval: then the searcher has the 
 
 
 def train(recipe: Recipe, *, num_steps: int, scratch: Path) -> None:
-    """Run the algorithm above; `scratch` holds the weights on their way to the searcher."""
+    """Run the algorithm above; the searcher gets its weights through files in the folder `scratch`."""
     prompts = generate(recipe.data.num_train, recipe.data.num_heldout, recipe.run.seed)
     heldout, to_visit = prompts[: recipe.data.num_heldout], cycle(prompts[recipe.data.num_heldout :])
     policy = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
@@ -101,7 +101,7 @@ class Searcher:
         self._tokens = {prompt.prompt_id: self._codec.encode_prompt(prompt.text) for prompt in prompts}
 
     def sample(self, prompts: list[Prompt], *, num: int, temperature: float) -> list[Rollout]:
-        """Complete each prompt `num` times and score; temperature 0 is greedy."""
+        """Complete each prompt `num` times and return the scored rollouts; temperature 0 is greedy."""
         asked = {f"{number}/{k}": prompt for number, prompt in enumerate(prompts) for k in range(num)}
         for request_id, prompt in asked.items():
             request = Request(
@@ -173,7 +173,7 @@ class Buffer:
         self._index.apply(RolloutsAdded(self._index.position + 1, np.frombuffer(b"".join(records), RECORD_DTYPE)))
 
     def announce(self, version: PolicyVersion) -> None:
-        """Append a publication to the log: what came after the one before the newest is recent."""
+        """Append a publication to the log. Rollouts count as recent that were added since the publication before it."""
         self._index.apply(Publication(self._index.position + 1, version))
 
     def draw(self, step: int) -> Batch:

@@ -3,7 +3,7 @@
     .venv/bin/pip install -e '.[data]'
     .venv/bin/python examples/redteam_sft_data.py
 
-TRL reads a prompt and a completion from each row, so any data set becomes one for it in this way.
+TRL reads a prompt and a completion from each row, so any other data set can be converted in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = Path("data") / "redteam-sft"
 
 
 def main() -> None:
-    """Write train.jsonl and test.jsonl: nine tenths of a shuffled list, and one."""
+    """Write train.jsonl and test.jsonl, nine tenths and one tenth of the shuffled examples."""
     prompt = tomllib.loads(RECIPE.read_text(encoding="utf-8"))["data"]["train"]["texts"][0]
     rows = load_dataset("fedyanin/safety_llamas", split="train", revision="572cfba4e5f85b6c4dc132ae651af9fdeb3e8dbb")
     examples = rows.map(

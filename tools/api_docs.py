@@ -30,7 +30,7 @@ RECIPE: dict[str, Any] = {"run": {"name": "docs"}, "model": {"path": "docs"}, "d
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Return page -> name of a table -> Markdown."""
+    """Return the tables of each page: page name -> table name -> Markdown."""
     seen = [
         (name, ", ".join(sorted(it.sends)) or "none", "yes" if it.checks else "no", it.store, it.other)
         for name, it in SEEN.items()
@@ -51,14 +51,14 @@ def _table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _problems() -> list[tuple[str, str, str]]:
-    """Return the errors that a service may answer with; those with 500, 502 or 504 never leave a process."""
+    """Return (slug, status, meaning) of the errors that a service may answer with: status below 500, or 503."""
     kinds = [kind for kind in vars(tba.errors).values() if isinstance(kind, type) and issubclass(kind, TbaError)]
     kinds = sorted((kind for kind in kinds if kind.status < 500 or kind.status == 503), key=lambda kind: kind.status)
     return [(f"`{kind.slug}`", str(kind.status), " ".join((kind.__doc__ or "").split())) for kind in kinds]
 
 
 def _limits(module_name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the numbers of a module that have a docstring."""
+    """Yield (name, value, meaning) of the numeric constants of a module that have a docstring."""
     module = importlib.import_module(module_name)
     body = ast.parse(inspect.getsource(module)).body
     for assigned, doc in pairwise(body):
@@ -126,7 +126,7 @@ def filled(page: str, tables: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Write the pages, or compare them with the code."""
+    """Write the pages, or with --check compare them with the code; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     args = parser.parse_args()

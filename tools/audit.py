@@ -1,6 +1,6 @@
 """Ask the public databases which pinned packages have known vulnerabilities (`make audit`).
 
-Exit code 0: none is known, or no database could be asked, which is then said with the reasons; 1: some are known.
+Exit code 1: some are known. Exit code 0: none is known, or no database could be asked; then the reasons are printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEADLINE_S = 600
 
 
 def ask(service: str, requirements: Sequence[str]) -> dict[str, Any] | str:
-    """pip-audit's report, or why there is none."""
+    """Return pip-audit's report on requirements files, or a text that says why there is none."""
     files = [part for path in requirements for part in ("-r", path)]
     command = [sys.executable, "-m", "pip_audit", "-s", service, "-f", "json", "--progress-spinner", "off"]
     try:
@@ -37,7 +37,7 @@ def ask(service: str, requirements: Sequence[str]) -> dict[str, Any] | str:
 
 
 def summary(report: Mapping[str, Any]) -> tuple[int, int, list[str]]:
-    """(packages looked up, packages that could not be, one line per vulnerability)."""
+    """Return (number of packages looked up, number of unknown packages, one line per vulnerability)."""
     found: list[str] = []
     num_audited = num_skipped = 0
     for package in report["dependencies"]:
@@ -53,7 +53,7 @@ def summary(report: Mapping[str, Any]) -> tuple[int, int, list[str]]:
 
 
 def main(requirements: Sequence[str]) -> int:
-    """Ask one database after the other until one knows any of the packages."""
+    """Ask the databases in turn until one knows any of the packages; print its answer, return the exit code."""
     reasons: list[str] = []
     for service in SERVICES:
         report = ask(service, requirements)

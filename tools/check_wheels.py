@@ -2,10 +2,10 @@
 
     python tools/check_wheels.py [--wheels DIR] [--oldest | --newest] [--steps 20] [--keep DIR]
 
-Everything happens in a temporary folder. Packages of others come from where this machine's pip looks;
-`deploy/constraints/main.txt` pins them, or with --oldest the lower bounds of every pyproject.toml do, or with --newest
-nothing does. With these two
-tests/contract is run as well, since the demo uses no S3, and `make test` has only the pins. Uses the standard library.
+Everything happens in a temporary folder, or in DIR of --keep. Other packages come from this machine's package index.
+`deploy/constraints/main.txt` pins them. With --oldest the lower bounds of every pyproject.toml pin them, and with
+--newest nothing does. With these two flags tests/contract runs as well: the demo uses no S3, and `make test` tries only
+the pins. Uses the standard library.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
     """Install the wheels into a new environment in `folder`, and run the demo in an empty folder beside it.
 
     Args:
-        packages: pinned, oldest or newest.
+        packages: which versions of other packages: pinned, oldest or newest.
     """
     environment, empty = folder / "installed", folder / "empty"
     venv.create(environment, with_pip=True)
@@ -111,7 +111,7 @@ def contract_tests(folder: Path) -> None:
 
 
 def version_of(wheels: Path) -> str:
-    """Return the version of the wheel of tba in a folder.
+    """Return the version of the tba wheel in a folder.
 
     Raises:
         SystemExit: the folder does not hold exactly one.

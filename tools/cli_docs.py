@@ -19,11 +19,11 @@ Exit codes: 0 done; {EXIT_FAILED} the run failed, or a check found something; {E
 Options of `tba` itself stand before a command or behind it. Each command names those that it takes; all take `--debug`.
 """
 COMMON = frozenset({"-h"})
-"""Flags that the head describes."""
+"""Flags that `HEAD` describes for all commands."""
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the reference as a Markdown page."""
     commands = list(commands_of(build_parser()))
     rows = "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in commands)
     options = [f"| `{_cell(_name(it))}` | {_cell(it.help or '')} |" for it in global_options()._actions]
@@ -33,7 +33,7 @@ def page() -> str:
 
 
 def _section(command: Command) -> str:
-    """Return the part of the page about one command."""
+    """Return the section of the page about one command."""
     lines = [f"## tba {command.words}", "", _sentence(command.help), "", f"    {_usage(command)}", ""]
     rows = [f"| `{_cell(_name(action))}` | {_cell(text)} |" for action, text in _flags(command)]
     if rows:
@@ -44,7 +44,7 @@ def _section(command: Command) -> str:
 
 
 def _usage(command: Command) -> str:
-    """Return how to call a command. The usage of argparse differs between releases of Python."""
+    """Return a command's usage line; argparse's own differs between releases of Python."""
     actions = [action for action, _ in _flags(command)]
     words = [_name(action) for action in actions if action.option_strings and action.required]
     for action in actions:
@@ -74,7 +74,7 @@ def _name(action: argparse.Action) -> str:
 
 
 def _value(action: argparse.Action) -> str:
-    """Return what stands behind a flag, or the name of an argument."""
+    """Return the placeholder of a flag's value, or the name of an argument."""
     if action.nargs == 0:
         return ""
     if action.choices is not None and action.metavar is None:

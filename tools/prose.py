@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 LONG_WORDS = 30
 MAX_LONG_SHARE = 0.03
-"""Of the sentences of docs/; README has none."""
+"""Largest share of sentences over `LONG_WORDS` words in docs/; README may have none."""
 LIMITS_WORDS = (25, LONG_WORDS, 35)
 MIN_WORDS = 4
 NUM_LONGEST = 10
@@ -49,7 +49,7 @@ class Sentence:
 
     @property
     def num_words(self) -> int:
-        """Words, as spaces part them; a dash between spaces is none."""
+        """Number of words, which spaces separate; a dash between spaces does not count."""
         return sum(any(map(str.isalnum, word)) for word in self.text.split())
 
 
@@ -148,7 +148,7 @@ def measured(root: Path) -> dict[str, list[Sentence]]:
 
 
 def share_over(found: list[Sentence], num_words: int) -> float:
-    """Return the share of the sentences that have more words."""
+    """Return the share of the sentences with more than `num_words` words."""
     return sum(sentence.num_words > num_words for sentence in found) / max(1, len(found))
 
 
@@ -170,7 +170,7 @@ def report(groups: dict[str, list[Sentence]]) -> Iterator[str]:
 
 
 def faults(groups: dict[str, list[Sentence]]) -> Iterator[str]:
-    """Yield what --check fails for."""
+    """Yield a message for each fault that makes --check fail."""
     for sentence in groups["README"]:
         if sentence.num_words > LONG_WORDS:
             yield f"README has a sentence of {sentence.num_words} words, at most {LONG_WORDS}: {sentence.text}"

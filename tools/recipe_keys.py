@@ -1,7 +1,7 @@
-"""Tell which keys a recipe may have, and which of them something that ships sets.
+"""Find all keys that a recipe may have, and those that no shipped recipe, deployment or study sets.
 
-A key is a leaf of the recipe's models, named by its path. The names of maps (tasks, columns) and the numbers of lists
-are left out. Keys of the same name below one path are one key: `reward.tasks.scorers.pattern` is that of every kind.
+A key is a leaf of the recipe's models, named by its path. Keys of maps (tasks, columns) and indices of lists are left
+out. Fields of the same name below one path are one key: `reward.tasks.scorers.pattern` is the field of every kind.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def keys_of(document: Mapping[str, Any]) -> set[str]:
 
 
 def settings(text: str) -> set[str]:
-    """Return the keys whose environment variables a text names."""
+    """Return the keys whose environment variables (TBA_SECTION__KEY) a text names."""
     return {name.lower().replace("__", ".") for name in SETTING.findall(text)}
 
 
@@ -84,7 +84,7 @@ def _leaves(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _set(annotation: Any, value: Any, prefix: str) -> Iterator[str]:
-    """Yield the keys that a value sets where this annotation stands."""
+    """Yield the keys that `value` sets in a field with this annotation; `prefix` is the path of the field."""
     models = list(_models(annotation))
     if not models:
         yield prefix.removesuffix(".")
@@ -105,7 +105,7 @@ def _set(annotation: Any, value: Any, prefix: str) -> Iterator[str]:
 
 
 def _values_of_map(annotation: Any) -> Any:
-    """Return the annotation of a map's values, None where there is no map."""
+    """Return the annotation of the values of a dict annotation; None if there is no dict in it."""
     if typing.get_origin(annotation) is dict:
         return typing.get_args(annotation)[1]
     found = (_values_of_map(inner) for inner in typing.get_args(annotation))

@@ -69,7 +69,7 @@ def num_comments(text: str) -> int:
 
 
 def imports_of(text: str, modules: dict[str, Path]) -> set[str]:
-    """Return the modules of the product that `text` imports, wherever the statement stands."""
+    """Return the modules of the product that `text` imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def lines_below(folder: Path, pattern: str = "**/*.py") -> int:
 
 
 def sizes(root: Path) -> dict[str, int]:
-    """Return what the budget bounds, under the names that it has in pyproject.toml."""
+    """Return the current number for each entry of the budget in pyproject.toml, by its name there."""
     from tools import recipe_keys
 
     texts = {name: path.read_text(encoding="utf-8") for name, path in product_files(root).items()}
@@ -113,7 +113,7 @@ def budget(root: Path) -> dict[str, int]:
 
 
 def compare(now: dict[str, int], allowed: dict[str, int]) -> tuple[str, list[str]]:
-    """Return a table of all numbers beside their budget, and a sentence for each that is wrong."""
+    """Return a table of all numbers and their budgets, and a sentence for each number without or above its budget."""
     rows = [f"{'what':<20} {'now':>8} {'budget':>8}"]
     rows += [
         f"{name:<20} {num:>8,} {format(allowed[name], ',') if name in allowed else '':>8}" for name, num in now.items()

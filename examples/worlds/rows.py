@@ -1,7 +1,7 @@
-"""What the worlds with data made by rule share: splits by a hash of the content, and prompts from rows.
+"""Splits by a hash of the content, and prompts from rows, for the worlds whose data is made by rule.
 
-The rows of a split are a function of its name and a seed. A split depends on the content alone, so that nothing held
-out is trained on; each world says what counts as the same content.
+The rows of a split are a function of its name and a seed. The split of a row depends on its content alone, so that
+nothing held out is trained on; each world says what counts as the same content.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tba.api import Prompt
 
 
 def bucket_of(content: str) -> int:
-    """Return the hash bucket of a content, from 0 to 99."""
+    """Return the hash bucket of a text, from 0 to 99."""
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
 
 
 def distinct_prompts(
     task: str, split: Literal["train", "heldout"], rows: Iterable[tuple[str, dict[str, Any]]], count: int
 ) -> list[Prompt]:
-    """Return the first `count` different prompts of rows (text, data); fewer where there are not so many.
+    """Return the first `count` distinct prompts of rows (text, data), or fewer if the rows end.
 
-    The id of a prompt is a digest of its content, so the same row is the same prompt wherever it stands.
+    The id of a prompt contains a digest of its content, so equal rows always give the same prompt.
     """
     found: dict[str, Prompt] = {}
     for text, data in rows:

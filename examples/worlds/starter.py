@@ -1,7 +1,7 @@
 """Make the starting model of a world: a small Llama with one token per character that mostly errs.
 
-It learns twice. *Clean*: right answers, until the model mostly is right on the validation split. *Noisy*: a fixed
-number of steps on answers with errors. The errors set the accuracy that training by rewards begins with.
+It learns in two phases. *Clean*: right answers, until the model is mostly right on the validation split. *Noisy*: a
+fixed number of steps on answers with errors. The errors set the accuracy that training by rewards begins with.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from tba_cli.starter_models.starting_model import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What one starting model learns from, and how."""
+    """The data, model shape and training settings of one starting model."""
 
     characters: str
-    """One token each."""
+    """The vocabulary: each character is one token."""
     max_length_tokens: int
-    """Of prompt and response, the longest that the model is made for."""
+    """Most tokens of a prompt and its response together that the model is made for."""
     shape: Shape
     batch_size: int
     num_micro_batches: int
-    """Of about the same lengths each: responses of very different lengths would be padding for the most part."""
+    """Parts of a batch, each with responses of about the same length, so that there is little padding."""
     is_end_judged: bool
-    """Whether validation asks for the end of the response too. Not where a right response may go on."""
+    """Whether validation also judges the end of the response; false if a right response may continue."""
     target_accuracy: float
     """The clean phase ends when the mean probability of the right answers of the validation split reaches this."""
     max_steps: int
     """The clean phase ends after this many steps in any case."""
     noise_steps: int
     validation: Callable[[], list[Pair]]
-    """Right answers of the validation split. They are shuffled, and the first `NUM_VALIDATION` count."""
+    """Returns the validation split with right answers; it is shuffled, and the first `NUM_VALIDATION` are used."""
     demonstrations: Callable[[int], tuple[Iterator[Pair], Iterator[Pair]]]
-    """Clean and noisy pairs without end, for a seed."""
+    """Returns an endless stream of clean pairs and one of noisy pairs, for a seed."""
 
 
 def make(lesson: Lesson, folder: Path, *, seed: int) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def make(lesson: Lesson, folder: Path, *, seed: int) -> dict[str, Any]:
 
 
 def prepare(world: str, lesson: Callable[[argparse.Namespace], Lesson], *, sizes: tuple[str, ...]) -> None:
-    """Run the program of a world that makes its starting model.
+    """Parse the command line and make the starting model of a world.
 
     Args:
-        lesson: of the chosen size.
-        sizes: that the world has; the first one is the default.
+        lesson: returns the lesson for the parsed arguments.
+        sizes: the choices of --size; the first one is the default.
     """
     parser = argparse.ArgumentParser(description=f"Make the starting model of the world {world}.")
     parser.add_argument("--out", type=Path, default=Path(f"models/worlds/{world}"), help="the folder to make")

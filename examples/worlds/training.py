@@ -1,4 +1,4 @@
-"""Make the models of the worlds with data made by rule: tokenizer and weights from nothing, then supervised steps.
+"""Make models from random weights for the worlds whose data is made by rule, by supervised training on three losses:
 
     answers   -sum_t log pi(y_t | x, y_<t) / T,   T response tokens of the step, the end of sequence included
     pairs     -log sigmoid(s(chosen) - s(rejected)) + CENTRE (s(chosen) + s(rejected))^2, the mean over pairs
@@ -34,12 +34,12 @@ from tba_cli.starter_models.starting_model import Pair, answer_logprobs, encode
 
 EOS, PAD = "<|endoftext|>", "<|padding|>"
 CENTRE = 0.01
-"""Weight of the second term of pairs: differences alone leave the mean score free (arXiv 2312.09244)."""
+"""Weight of the second term of pairs: it keeps the mean score near 0; differences alone do not (arXiv 2312.09244)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A model from nothing."""
+    """The architecture of a new model."""
 
     family: str
     """`llama`, `qwen2`, `gpt2` or `gpt_neox`."""
@@ -47,7 +47,7 @@ class Sizes:
     layers: int
     heads: int
     inner: int
-    """Of the feed-forward layers."""
+    """Width of the feed-forward layers."""
     max_length_tokens: int
     vocab_size: int
     initializer_range: float
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """How long, on how much and at which learning rate a model learns."""
+    """Number of steps, batch size and learning rate schedule of one training."""
 
     num_steps: int
     batch_size: int
@@ -65,14 +65,14 @@ class Steps:
     final: float = 0.0
     warmup_steps: int = 0
     decay_steps: int | None = None
-    """None: it falls from the end of the warm-up on."""
+    """The rate falls from `rate` to `final` over so many last steps; None: from the end of the warm-up on."""
     is_cosine: bool = False
-    """The rate falls by half a cosine; else by a line."""
+    """Whether the rate falls along half a cosine; else along a line."""
     schedule_steps: int | None = None
-    """The end of the schedule, where the training ends before it."""
+    """The last step of the schedule, if training ends before it; None: `num_steps`."""
 
     def rate_at(self, step: int) -> float:
-        """Return the rate of a step (0 is the first)."""
+        """Return the learning rate of a step (0 is the first)."""
         if step < self.warmup_steps:
             return self.rate * (step + 1) / self.warmup_steps
         end = self.schedule_steps or self.num_steps
@@ -106,7 +106,7 @@ def new_tokenizer(sizes: Sizes, texts: Iterable[str]) -> PreTrainedTokenizerFast
 
 
 def new_model(sizes: Sizes, tokenizer: Any, *, seed: int = 0, labels: Sequence[str] = ()) -> Any:
-    """Return random weights: a language model, or a classifier of texts where there are labels."""
+    """Return a model with random weights: a language model, or a text classifier if `labels` are given."""
     if sizes.family == "gpt2":
         names: dict[str, Any] = {
             "n_embd": sizes.hidden,
@@ -145,7 +145,7 @@ def new_model(sizes: Sizes, tokenizer: Any, *, seed: int = 0, labels: Sequence[s
 
 
 def learn_answers(model: Any, tokenizer: Any, pairs: Sequence[Pair], steps: Steps, *, seed: int = 0) -> None:
-    """Learn the responses of pairs (prompt, response), each with the end of sequence behind it."""
+    """Train a model on the responses of pairs (prompt, response); end of sequence is appended to each."""
 
     def loss(batch: list[Pair]) -> Tensor:
         inputs, answers = encode(batch, tokenizer)
@@ -155,7 +155,7 @@ def learn_answers(model: Any, tokenizer: Any, pairs: Sequence[Pair], steps: Step
 
 
 def learn_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
-    """Learn which of two texts (chosen, rejected) is the better one; the end of sequence is appended to both."""
+    """Train a model to give `chosen` of (chosen, rejected) the higher score; end of sequence is appended to both."""
 
     def loss(batch: list[tuple[str, str]]) -> Tensor:
         scores = _logits(model, tokenizer, [text + EOS for pair in batch for text in pair]).view(-1, 2)
@@ -166,7 +166,7 @@ def learn_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], st
 
 
 def learn_labels(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
-    """Learn the labels of texts (text, label)."""
+    """Train a classifier on pairs (text, label)."""
 
     def loss(batch: list[tuple[str, str]]) -> Tensor:
         labels = torch.tensor([model.config.label2id[label] for _, label in batch])
@@ -176,14 +176,14 @@ def learn_labels(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], s
 
 
 def classifier_of(base: Path) -> Any:
-    """Return a model with one score whose body is that of a language model."""
+    """Load a language model's body with a new output head that gives one score."""
     torch.manual_seed(0)
     kind: Any = AutoModelForSequenceClassification
     return kind.from_pretrained(base, num_labels=1).train()
 
 
 def prepare(makers: dict[Path, Callable[[Path], None]]) -> None:
-    """Make the folders that are not there, in their order."""
+    """Make each folder that does not exist with its function, in order."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     for folder, make in makers.items():
@@ -214,6 +214,6 @@ def _learn(
 
 
 def _logits(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
-    """Return the outputs of a classifier [B, labels]; it reads them at the last token that is no padding."""
+    """Return a classifier's outputs [B, labels] at the last token of each text that is not padding."""
     rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     return model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits

@@ -15,9 +15,9 @@ Answer = tuple[int, Any]
 
 @contextmanager
 def answering(answers: list[Answer]) -> Iterator[tuple[str, list[str]]]:
-    """A server that gives these answers in turn, the last one for ever; yields its URL and the paths asked for.
+    """Run a server that gives these answers in turn and repeats the last one; yield its URL and the requested paths.
 
-    A test may append another one.
+    A test may append more answers meanwhile.
     """
     asked: list[str] = []
 

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def documents() -> list[dict[str, Any]]:
-    """The OpenAPI documents of buffer and reward service."""
+    """Return the OpenAPI documents of buffer and reward service."""
     from tba_buffer.api.app import build_app as build_buffer
     from tba_reward.app import build_app as build_reward
 
@@ -20,7 +20,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def operations() -> list[tuple[str, str, dict[str, Any]]]:
-    """(METHOD, path, operation) of both services."""
+    """Return (METHOD, path, operation) for every operation of both services."""
     return [
         (method.upper(), path, operation)
         for document in documents()

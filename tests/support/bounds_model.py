@@ -1,4 +1,4 @@
-"""The eviction policies as a few lists: tba_buffer.eviction.policies is compared with them."""
+"""A simple model of the eviction policies on plain lists; tests compare tba_buffer.eviction.policies with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tba.versions import START, LineageTree, PolicyVersion
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One stored rollout; `tokens` stands for what its tokens hash to, 0 for nothing."""
+    """One stored rollout; `tokens` stands for the hash of its tokens, 0 for no hash."""
 
     position: int
     rollout_id: bytes
@@ -23,14 +23,14 @@ class Stored:
     version: PolicyVersion = START
 
     def rescored(self, reward: float, num_bytes: int) -> Stored:
-        """The same with a known reward."""
+        """Return the same rollout with a known reward."""
         return replace(self, status="scored", reward=reward, num_bytes=num_bytes)
 
 
 def plan(
     live: list[Stored], settings: BufferSection, tree: LineageTree, now: PolicyVersion | None
 ) -> list[tuple[str, list[Stored]]]:
-    """(reason, rollouts) of what must go, of fewer than EXACT_BELOW rollouts by ascending position."""
+    """Return (reason, rollouts to evict); `live` must be sorted by position and be shorter than EXACT_BELOW."""
     left = list(live)
     planned = []
 

@@ -1,4 +1,4 @@
-"""A model folder whose weights are not those of its config.json; transformers would fill it with random numbers."""
+"""Model folders whose weights do not fit config.json; transformers would fill in random numbers without an error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BREAKS = {
     "one layer too few": r"lacks weights of a LlamaForCausalLM: model\.layers\.2\..* and 6 more;",
     "another shape": r"other shapes than its config.json says: lm_head\.weight \[33, 64\], not \[34, 64\]",
 }
-"""How a folder of `make_tiny_model` is broken, and what the error says."""
+"""How a folder of `make_tiny_model` is broken -> a regular expression of the expected error."""
 
 
 def break_weights(folder: Path, how: str) -> Path:
-    """Break the folder; returns it."""
+    """Break the weights in the folder as `how` says (a key of BREAKS); return the folder."""
     path = folder / "model.safetensors"
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(path)
     if how == "a wrapper's names":

@@ -18,13 +18,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium on this machine; None: there is none."""
+    """Return the path of a Chromium on this machine; None if there is none."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start a browser; skip the test where there is none."""
+    """Start a browser; skip the test if this machine has none."""
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium: install Debian's package chromium, or name one in CHROMIUM")
@@ -38,7 +38,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def until(page: Page, expression: str, *, timeout_s: float = 20.0) -> None:
-    """Wait until a JavaScript expression is true. Playwright's own way needs eval, which the page's policy forbids."""
+    """Poll until a JavaScript expression is true. Playwright's own wait needs eval, which the page's CSP forbids."""
     deadline = time.monotonic() + timeout_s
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"never true: {expression}\nthe page shows:\n{page.inner_text('body')}"
@@ -46,7 +46,7 @@ def until(page: Page, expression: str, *, timeout_s: float = 20.0) -> None:
 
 
 class Watched:
-    """Follows what a page complains about, and what it asks of which host."""
+    """Collects a page's errors, the hosts that it sends requests to, and the bytes that it receives."""
 
     def __init__(self, page: Page) -> None:
         self.errors: list[str] = []
@@ -67,4 +67,4 @@ class Watched:
 
 
 Open = Callable[..., tuple["Page", Watched]]
-"""Opens a view of a served buffer's page (the fixture `open_page`)."""
+"""The fixture `open_page`: opens a view of the page of a served buffer."""

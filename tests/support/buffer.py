@@ -1,4 +1,4 @@
-"""A real buffer process over a real Redis, and builders of what is sent to it."""
+"""A real buffer process over a real Redis, and builders of recipes, prompts, rollouts and heartbeats for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVICE_PATHS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward
 
 
 def make_recipe(*, run: str | dict[str, Any] = "test", **sections: dict[str, Any]) -> Recipe:
-    """A small recipe; sections override its values, for example `sampling={"group_size": 4}`."""
+    """Return a small recipe; sections override its values, for example `sampling={"group_size": 4}`."""
     document: dict[str, dict[str, Any]] = {
         "run": {"name": run} if isinstance(run, str) else run,
         "model": {"path": "models/none"},
@@ -53,13 +53,13 @@ def make_recipe(*, run: str | dict[str, Any] = "test", **sections: dict[str, Any
 
 
 def write_recipe(path: Path, recipe: Recipe) -> Path:
-    """Write a resolved recipe (JSON)."""
+    """Write a resolved recipe as JSON; return the path."""
     path.write_text(recipe.model_dump_json())
     return path
 
 
 def start_service(module: str, recipe_path: Path, log_path: Path, **environ: str) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE --config RECIPE`; its output is added to the log."""
+    """Start `python -m MODULE --config RECIPE` and return the process; its output is appended to the log."""
     paths = os.pathsep.join(map(str, SERVICE_PATHS))
     with log_path.open("ab") as log:
         return subprocess.Popen(
@@ -90,19 +90,17 @@ class BufferProcess:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def stop(self) -> None:
-        """End it if it still runs, and close the clients."""
+        """Close the clients, and kill the process if it still runs."""
         for client in self.clients:
             client.close()
         if self.process.poll() is None:
             self.kill()
 
     def client(self, *, token: str | None = None, retry_s: float = 20.0) -> BufferClient:
-        """A client of it."""
         self.clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
         return self.clients[-1]
 
@@ -127,11 +125,9 @@ class Stack:
 
     @property
     def client(self) -> BufferClient:
-        """A new client."""
         return self.buffer.client()
 
     def stop(self) -> None:
-        """End both."""
         self.buffer.stop()
         self.redis.stop()
 
@@ -158,7 +154,7 @@ def start_stack(
 
 
 def make_prompts(num_train: int, num_heldout: int = 0) -> list[Prompt]:
-    """Prompts `train-<i>` and `heldout-<i>`."""
+    """Return prompts with the ids `train-<i>` and `heldout-<i>`."""
     splits: tuple[tuple[Split, int], ...] = (("train", num_train), ("heldout", num_heldout))
     return [
         Prompt(prompt_id=f"{split}-{i}", task="addition", text=f"{i}+{i}=", data={"answer": 2 * i}, split=split)
@@ -168,7 +164,7 @@ def make_prompts(num_train: int, num_heldout: int = 0) -> list[Prompt]:
 
 
 def make_rollout(prompt_id: str = "train-0", *, reward: float | None = 1.0, **changes: Any) -> Rollout:
-    """A valid rollout; `version` sets the one version that made it."""
+    """Return a valid rollout; `changes` are its fields, or `version` and `num_tokens` of its one version span."""
     version = changes.pop("version", START)
     num_tokens = changes.pop("num_tokens", 3)
     values: dict[str, Any] = {
@@ -197,7 +193,7 @@ def make_rollout(prompt_id: str = "train-0", *, reward: float | None = 1.0, **ch
 
 
 def make_payloads(prompt_ids: Sequence[str], *, per_prompt: int = 4, **changes: Any) -> list[bytes]:
-    """Encoded rollouts: `per_prompt` of each prompt, rewards 0, 1, 2, ..."""
+    """Return encoded rollouts: `per_prompt` of each prompt, with rewards 0, 1, 2, ..."""
     return [
         encode_rollout(make_rollout(prompt_id, reward=float(i), **changes))
         for prompt_id in prompt_ids
@@ -206,7 +202,7 @@ def make_payloads(prompt_ids: Sequence[str], *, per_prompt: int = 4, **changes: 
 
 
 def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: bool = True) -> LineageReply:
-    """A trainer starts from `parent` and, by default, announces it."""
+    """Register a trainer that starts from `parent`; with `mark` announce that version too. Return the lineage."""
     lineage = client.new_lineage(LineageRequest(trainer_id="trainer-test", parent=str(parent)))
     if mark:
         client.announce_version(VersionRequest(version=str(parent), token=lineage.token))
@@ -214,7 +210,7 @@ def start_lineage(client: BufferClient, parent: PolicyVersion = START, *, mark: 
 
 
 def begin_run(client: BufferClient, num_train: int, num_heldout: int = 0, *, per_prompt: int = 0) -> LineageReply:
-    """Upload prompts, start a trainer, and push so many rollouts of each prompt."""
+    """Upload prompts, start a lineage, and push `per_prompt` rollouts of each training prompt; return the lineage."""
     client.upload_prompts(make_prompts(num_train, num_heldout))
     lineage = start_lineage(client)
     if per_prompt:
@@ -223,13 +219,13 @@ def begin_run(client: BufferClient, num_train: int, num_heldout: int = 0, *, per
 
 
 def make_heartbeat(component_id: str = "searcher-0", kind: str = "searcher", **changes: Any) -> Heartbeat:
-    """A heartbeat of a part that works and waits for nothing."""
+    """Return a heartbeat of a component that runs and waits for nothing."""
     values = {"run": "test", "state": "running", "version": None, "wait": None, **changes}
     return Heartbeat(component_id=component_id, kind=kind, **values)
 
 
 def stored_run(client: BufferClient) -> RunInfo:
-    """Return the run without the parts that change by themselves: heartbeats of services, and the note about them."""
+    """Return the run without parts that change by themselves: components of the services, and the note about them."""
     info = client.run()
     components = [item for item in info.components if item.kind not in ("buffer", "reward")]
     return info.model_copy(update={"components": components, "note": None})

@@ -21,13 +21,13 @@ from tests.support.buffer import begin_run
 from tests.support.waits import DEADLINE_S
 
 _served: dict[str, BufferThread] = {}
-"""By URL."""
+"""The running buffers by URL."""
 
 
 class BufferThread:
-    """A buffer that serves from a thread of this process, on a port of its own.
+    """A buffer that serves from a thread of this process, on its own port.
 
-    `ahead_s`: its wall clock is so many seconds ahead of this machine's.
+    Its wall clock is `ahead_s` seconds ahead of this machine's clock.
     """
 
     def __init__(self, recipe: Recipe, tokens: dict[str, str] | TokensFile | None = None) -> None:
@@ -54,7 +54,7 @@ class BufferThread:
             time.sleep(0.01)
 
     def client(self, *, token: str | None = None, retry_s: float = 0.0) -> BufferClient:
-        """A client that, by default, does not retry."""
+        """Return a new client, which by default does not retry."""
         self._clients.append(BufferClient(self.url, token=token, retry_s=retry_s))
         return self._clients[-1]
 
@@ -64,16 +64,15 @@ class BufferThread:
         return client, begin_run(client, num_train, num_heldout, per_prompt=per_prompt)
 
     def hold_little(self) -> None:
-        """Let the system hold little of the data that a client has not read, from now on."""
+        """Shrink the socket's send buffer, so that the system holds little data that a client has not read."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
 
     @property
     def is_alive(self) -> bool:
-        """True: the thread still runs."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Close the clients and end the thread."""
+        """Close the clients, stop the server and end its thread."""
         for client in self._clients:
             client.close()
         self._server.should_exit = True
@@ -83,12 +82,12 @@ class BufferThread:
 
 
 async def copy_of(redis: BytesRedis) -> dict[bytes, bytes]:
-    """All that this Redis has now."""
+    """Return a copy of everything in Redis, for `go_back`: key -> serialized value."""
     return {name: await redis.dump(name) for name in await redis.keys("*")}
 
 
 async def go_back(redis: BytesRedis, copy: Mapping[bytes, bytes]) -> None:
-    """Redis has what it had then, and has lost what came after it."""
+    """Replace everything in Redis by a copy: later changes are lost, as after a crash."""
     async with redis.pipeline(transaction=True) as pipe:
         pipe.flushall()
         for name, value in copy.items():
@@ -97,12 +96,12 @@ async def go_back(redis: BytesRedis, copy: Mapping[bytes, bytes]) -> None:
 
 
 def later(client: BufferClient, seconds: float) -> None:
-    """Let the wall clock of the buffer that this client asks jump ahead: deadlines pass without waiting for them."""
+    """Set the wall clock of the client's buffer ahead, so that deadlines pass without waiting for them."""
     _served[client.base_url].ahead_s += seconds
 
 
 def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
-    """Change a constant of the buffer in each of its modules that reads it."""
+    """Patch a constant of the buffer in every module of the buffer that has it."""
     import tba_buffer.service
 
     modules = [module for path, module in sys.modules.items() if path.startswith(tba_buffer.__name__)]

@@ -1,4 +1,4 @@
-"""Every GET of a buffer, and its commands, over plain HTTP: what an answer may never be."""
+"""Plain HTTP requests to a buffer, and a check that no GET and no command fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READS = (
 
 
 def ask(url: str, path: str, method: str = "GET", body: Any = None, token: str | None = None) -> tuple[int, bytes]:
-    """Status and body. A body of bytes is msgpack, a text is JSON as it is."""
+    """Send a request; return status and body. Bytes are sent as msgpack, a text as JSON without encoding it."""
     is_msgpack = isinstance(body, bytes)
     data = body if is_msgpack or body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
     headers = {"content-type": "application/msgpack" if is_msgpack else "application/json"}
@@ -44,16 +44,16 @@ def ask(url: str, path: str, method: str = "GET", body: Any = None, token: str |
 
 
 def readyz(url: str) -> tuple[int, dict[str, Any]]:
-    """Status and document of `/readyz`."""
+    """Return the status and document of `/readyz`."""
     status, body = ask(url, "/readyz")
     return status, json.loads(body)
 
 
 def read_everything(url: str, *more: str) -> None:
-    """Check that no GET and no command fails, the paths `more` and every listed rollout included.
+    """Check that no GET (READS, `more` and each listed rollout), no pause and no resume answers with 500 or above.
 
     Raises:
-        AssertionError: naming those that fail, with their answers.
+        AssertionError: some did; it names them, with their answers.
     """
     failed: dict[str, tuple[int, bytes]] = {}
     rollouts = [item["rollout_id"] for item in json.loads(ask(url, "/v1/rollouts?limit=100")[1]).get("rollouts", ())]

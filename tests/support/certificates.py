@@ -1,4 +1,4 @@
-"""A certificate of a server on loopback."""
+"""A TLS certificate for servers on loopback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of a server on 127.0.0.1, its own authority."""
+    """Make a self-signed certificate for 127.0.0.1; return the paths of certificate and key."""
     folder.mkdir(parents=True, exist_ok=True)
     certificate, key = folder / "ca.crt", folder / "server.key"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

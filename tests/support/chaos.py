@@ -1,9 +1,9 @@
-"""A buffer under load that a fault hits, and the checks of the result.
+"""Trials that cause a fault in a buffer under load, and check the result.
 
-load     pushers push visits of several prompts, again and again with the same ids until they are acknowledged;
-         doublers push what others push, in another order, at the same time; one trainer draws and acks step by step
-fault    one function, at a random moment
-after    the load continues for a moment, ends, and `check` compares Redis, index, stats and ledger with the answers to
+load     pushers push visits of several prompts, and repeat each push with the same ids until it is acknowledged;
+         a doubler pushes the same rollouts at the same time in another order; one trainer draws and acks step by step
+fault    one function, called at a random moment
+after    the load continues for a moment and ends. `check` compares Redis, index, stats and ledger with the answers to
          the load: every acknowledged rollout exactly once (or evicted and counted), no batch half acked
 """
 
@@ -35,12 +35,12 @@ MARK_EVERY = 3
 NUM_TRIALS = int(os.environ.get("CHAOS_TRIALS", "1"))
 RECOVERY_S = 180.0
 MOST_THAT_FILL = 1000
-"""A buffer of so many rollouts is full before the fault."""
+"""A buffer with room for at most this many rollouts is filled before the fault."""
 Fault = Callable[[Stack, random.Random], None]
 
 
 class Pusher(threading.Thread):
-    """Pushes without pause, each push until it is acknowledged; `shared` holds what doublers push as well."""
+    """Pushes without pause, and repeats each push until it is acknowledged; the doubler reads the pushes in `shared`."""
 
     def __init__(self, stack: Stack, name: str, shared: list[list[bytes]], num_tokens: int) -> None:
         super().__init__(daemon=True, name=name)
@@ -79,7 +79,7 @@ class Pusher(threading.Thread):
 
 
 class Doubler(Pusher):
-    """Pushes in reverse order what pushers have begun to push, often at the same time."""
+    """Pushes the newest pushes of the pushers again, in reverse order and often at the same time."""
 
     def _next(self) -> list[bytes]:
         while not self._shared and not self.over.is_set():
@@ -89,8 +89,8 @@ class Doubler(Pusher):
 
 
 class Trainer(threading.Thread):
-    """Draws and acks step by step, and sets a mark every MARK_EVERY steps; a void batch is drawn again, an ack or
-    a mark without an answer is repeated."""
+    """Draws and acks a batch per step, and announces a version every MARK_EVERY steps. It draws again after a void
+    batch, and repeats a call that gets no answer."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__(daemon=True, name="trainer")
@@ -154,14 +154,14 @@ class Trial:
     seed: int
     num_tokens: int = 3
     extra: dict[bytes, bytes] = field(default_factory=dict)
-    """Rollouts that the fault pushes by itself: id -> payload."""
+    """Rollouts that the fault itself pushes: id -> payload."""
     with_compaction: bool = False
-    """The load continues until the upkeep has compacted the log."""
+    """Whether the load continues until the upkeep has compacted the log."""
     load: list[Pusher] = field(default_factory=list)
     trainer: Trainer = field(init=False)
 
     def run(self, fault: Fault, *, before_s: float = 0.6, after_s: float = 0.6) -> Counter[str]:
-        """Load, fault, load, end, check; answers what happened, counted."""
+        """Start the load, cause the fault, continue and end the load; return the counts of `check`."""
         rng = random.Random(self.seed)
         client = self.stack.client
         client.upload_prompts(make_prompts(NUM_PROMPTS))
@@ -196,7 +196,7 @@ class Trial:
             time.sleep(0.02)
 
     def check(self) -> Counter[str]:
-        """Everything that has to be true now."""
+        """Assert that nothing acknowledged is lost or stored twice; return counts of what happened."""
         if self.trainer.error is not None:
             raise self.trainer.error
         attempted = {rid: data for pusher in self.load for rid, data in pusher.attempted.items()}
@@ -245,7 +245,7 @@ class Trial:
 
 
 async def _index(stack: Stack) -> Any:
-    """The index that a new process would build from Redis, and the position of its checkpoint."""
+    """Return the index that a new process builds from Redis, and the log position of its checkpoint."""
     from tba_buffer.index.log_follower import read_head
     from tba_buffer.service import Buffer
 

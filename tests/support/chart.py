@@ -1,4 +1,4 @@
-"""Renders charts/tba with the real Helm, once for each set of arguments, and looks into what comes out."""
+"""Renders charts/tba with the real Helm, once per set of arguments, and finds objects in the output."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "tba"
 SCENARIOS = ROOT / "tests" / "chart" / "values"
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
-"""The program of PATH, or the one that `make test` puts beside Python (tools/install_helm.py)."""
+"""The helm on PATH, or the one that `make test` puts beside Python (tools/install_helm.py)."""
 NO_HELM = "no helm on PATH"
 needs_helm = pytest.mark.skipif(HELM is None, reason=NO_HELM)
 OLDEST, NEWEST = "1.20.2", "1.37.0"
 API_VERSIONS = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1")
 RELEASE, NAMESPACE = "t", "lab"
 KUBERNETES_API = ("--set", "networkPolicy.kubernetesApi.to[0].ipBlock.cidr=192.0.2.10/32")
-"""The address of the Kubernetes API; Helm asks the cluster for it, and here is none."""
+"""The address of the Kubernetes API, which Helm would ask the cluster for; here there is no cluster."""
 REGISTRY = ("--set", "image.registry=registry.example/tba")
-"""Where images come from, which no values file of the chart says."""
+"""The registry of the images, which no values file of the chart sets."""
 SEARCHERS = CHART / "values-searchers.yaml"
 OF_A_RUN = "recipeName=quickstart,searchersOnly.bufferUrl=http://run-buffer.far:8700,searchersOnly.rewardUrl=https://rewards.far"
 _FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 FILES = sorted(set(CHART.glob("values-*.yaml")) - {SEARCHERS}) + sorted(SCENARIOS.glob("*.yaml"))
-"""The chart's own files that bring a run, and the scenarios of its tests."""
+"""The chart's own values files for a whole run, and the scenarios of its tests."""
 QUICKSTART = CHART / "values-cpu-quickstart.yaml"
 EXTERNAL, NODES, BARE = (SCENARIOS / f"{name}.yaml" for name in ("external", "nodes", "bare"))
 
 
 def each_file(*left_out: Path) -> pytest.MarkDecorator:
-    """Run a test for each file of FILES but those."""
+    """Run a test for each file of FILES except those left out."""
     return pytest.mark.parametrize("path", [x for x in FILES if x not in left_out], ids=lambda path: path.stem)
 
 
@@ -57,12 +57,11 @@ class Pod:
 
     @property
     def component(self) -> str:
-        """The component that the object belongs to."""
         return self.metadata["labels"]["app.kubernetes.io/component"]
 
     @property
     def containers(self) -> list[dict[str, Any]]:
-        """All containers, the init containers included."""
+        """All containers, including init containers."""
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
 
@@ -76,7 +75,7 @@ class Rendering:
         return [found for found in self.objects if found["kind"] == kind]
 
     def one(self, kind: str, name: str) -> dict[str, Any]:
-        """The object with this name, or whose name begins with it and a dash."""
+        """Return the one object with this name, or else the one whose name begins with it and a dash."""
         found = [x for x in self.of(kind) if x["metadata"]["name"] == name]
         found = found or [x for x in self.of(kind) if x["metadata"]["name"].startswith(f"{name}-")]
         assert len(found) == 1, f"{kind} {name}: {[x['metadata']['name'] for x in found]}"
@@ -91,7 +90,7 @@ class Rendering:
                 yield Pod(found["kind"], found["metadata"]["name"], template["metadata"], template["spec"])
 
     def pod(self, component: str) -> Pod:
-        """The pod template of a component."""
+        """Return the only pod template of a component."""
         found = [pod for pod in self.pods() if pod.component == component]
         assert len(found) == 1, f"{component}: {[pod.name for pod in found]}"
         return found[0]
@@ -104,7 +103,7 @@ def helm(*args: str) -> subprocess.CompletedProcess[str]:
 def template(
     *args: str, kube: str = NEWEST, release: str = RELEASE, chart: Path = CHART
 ) -> subprocess.CompletedProcess[str]:
-    """`helm template` as on a cluster of this version that knows the operators' kinds."""
+    """Run `helm template` as on a cluster of Kubernetes version `kube` that has the operators' kinds."""
     apis = [part for api in API_VERSIONS for part in ("--api-versions", api)]
     return helm(
         "template",
@@ -145,8 +144,8 @@ def quickstart(*values: str) -> Rendering:
 def environment(
     pod: Pod, secrets: Mapping[str, str] | None = None, *, container: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """The environment of the first container, or of `container`; `secrets`: values of variables that come from a
-    Secret."""
+    """Return the environment variables of the first container, or of `container`; `secrets` has the values of those
+    that come from a Secret."""
     found, known = {}, secrets or {}
     for entry in (container or pod.spec["containers"][0])["env"]:
         found[entry["name"]] = entry.get("value", known.get(entry["name"], "of-a-secret"))
@@ -167,14 +166,14 @@ def arguments(path: Path) -> tuple[str, ...]:
 
 
 def refusal(*args: str, kube: str = NEWEST, release: str = RELEASE) -> str:
-    """Return Helm's message; it must refuse."""
+    """Assert that Helm refuses to render the chart; return its message."""
     done = template(*args, kube=kube, release=release)
     assert done.returncode != 0, "the chart was rendered"
     return " ".join(done.stderr.split())
 
 
 class _Loader(_FAST):
-    """Refuses what Kubernetes' parser refuses: a key that is there twice."""
+    """Refuses a duplicate key, as Kubernetes' parser does."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -1,6 +1,6 @@
-"""Golden outputs of the chart: `make golden` writes them again, tests/chart/test_manifests.py compares.
+"""Golden outputs of the chart: `make golden` rewrites them, tests/chart/test_manifests.py compares with them.
 
-Parts that change with every recipe are left out: texts in ConfigMaps, checksums, and the names that have one.
+Parts that change with every recipe are left out: texts in ConfigMaps, checksums, and names that contain a checksum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HASH_AT_END = re.compile(r"-[0-9a-f]{8}$")
 
 
 def golden(made: Rendering) -> str:
-    """Every object in the order of kind and name, without what changes with every recipe."""
+    """Return every object as YAML, sorted by kind and name, without the parts that change with every recipe."""
     objects = sorted((_steady(x) for x in made.objects), key=lambda x: (x["kind"], x["metadata"]["name"]))
     return "---\n".join(yaml.safe_dump(x, sort_keys=True, width=200, default_flow_style=None) for x in objects)
 
@@ -42,7 +42,7 @@ def _steady(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def made(name: str) -> str:
-    """The golden output of a case, as the chart makes it now."""
+    """Return the golden output of a case, rendered now."""
     return golden(render_file(CASES[name], kube=NEWEST))
 
 

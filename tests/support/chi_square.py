@@ -13,7 +13,7 @@ _MIN_EXPECTED = 5.0
 
 
 def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Upper tail probability (Wilson-Hilferty approximation). Cells that expect fewer than 5 are counted as one."""
+    """Return the p-value (Wilson-Hilferty approximation). Cells with an expected count below 5 are merged."""
     small = expected < _MIN_EXPECTED
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -32,7 +32,7 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def assert_follows(observed: np.ndarray, probabilities: np.ndarray) -> None:
-    """Counts [c] are draws from probabilities [c]; what has probability 0 was never drawn."""
+    """Assert that counts [c] fit draws from probabilities [c], and that a cell of probability 0 was never drawn."""
     num = int(observed.sum())
     assert probabilities.sum() == 1 or abs(probabilities.sum() - 1) < 1e-9
     assert not observed[probabilities < 1e-12 / num].any(), "something impossible was drawn"

@@ -1,4 +1,4 @@
-"""Servers of tests that end when the process of the test does, even when that is killed."""
+"""Servers for tests that end with the test's process, even if that process is killed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _reaper() -> OrphanReaper:
 def start_server(
     words: Sequence[str], *, log: IO[bytes], env: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a process group of its own, its output in a log; `kill_server` ends it."""
+    """Start a program in a session of its own, with its output in a log; `kill_server` ends it."""
     process = subprocess.Popen(words, env=env, stdout=log, stderr=log, cwd=cwd, start_new_session=True)
     _reaper().add(process.pid)
     return process
 
 
 def kill_server(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL, as a crash does it, if it still runs."""
+    """Kill a server with SIGKILL if it still runs, and wait for its end."""
     process.kill()
     process.wait(timeout=30)
     _reaper().discard(process.pid)

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def in_context_group(size: int, work: Callable[[Context], Result]) -> list[Result]:
-    """Return what each of `size` threads returns, by rank; each has its own end of one group."""
+    """Run `work` in `size` threads, each as one rank of the same group; return the results by rank."""
     torch_distributed: Any = dist  # whose stubs know neither store nor options
     store, gloo = torch_distributed.HashStore(), torch_distributed.ProcessGroupGloo
 

@@ -27,7 +27,7 @@ REDIS_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything is up; nothing is set up."""
+    """A running deployment, with nothing set up in it yet."""
 
     folder: Path
     document: dict[str, Any]
@@ -45,7 +45,7 @@ class Deployment:
 
 @contextmanager
 def deployed(folder: Path) -> Iterator[Deployment]:
-    """Start everything; the bucket `tba` does not exist yet."""
+    """Start all services for the block and yield them; the bucket `tba` does not exist yet."""
     tokens = folder / "tokens.json"
     tokens.write_text(json.dumps(TOKENS))
     store = S3Server(folder / "s3")

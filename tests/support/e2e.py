@@ -1,4 +1,4 @@
-"""Whole runs in real processes: a tiny recipe, `tba run` as a person starts it, and looks behind the scenes."""
+"""Whole runs in real processes: a tiny recipe, `tba run` as a person starts it, and ways to inspect the run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ RUN = "tiny"
 ENDLESS = 1_000_000
 """`trainer.num_steps` of runs that a test ends itself."""
 FALLING = Schedule(kind="linear", value=0.4, final=0.2, steps=ENDLESS)
-"""A beta that changes at every step, however many steps the run makes."""
+"""A beta that changes at every step of a run of any length."""
 SET_FALLING_BETA = f'beta={{kind="linear", value={FALLING.value}, final={FALLING.final}, steps={FALLING.steps}}}'
-"""For `tba set`."""
+"""Argument of `tba set` that sets beta to FALLING."""
 NUM_STILL = 4
-"""Equal readings after which what a frozen process had sent has taken effect."""
+"""After this many equal readings, all messages that a frozen process had sent have taken effect."""
 T = TypeVar("T")
 
 
 def tiny_sections(model: Path, /, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sections of a recipe for a few seconds of training; `sections` override single values."""
+    """Return the sections of a recipe for a few seconds of training; `sections` override single values."""
     document: dict[str, dict[str, Any]] = {
         "run": {"name": RUN},
         "model": {"path": str(model)},
@@ -73,7 +73,7 @@ class Started:
 
     process: subprocess.Popen[bytes]
     output: Path
-    """stdout; stderr is beside it."""
+    """File with stdout; stderr is in the same name with .err."""
 
     @property
     def out(self) -> str:
@@ -127,7 +127,7 @@ class Place:
         return self.started[-1]
 
     def finish(self, *words: str) -> Place:
-        """Start it and wait for its end, which is a good one."""
+        """Run `tba run` and assert that it ends with exit code 0 and an empty stderr."""
         started = self.start(*words)
         assert started.wait() == 0, started.err + started.out
         assert started.err == ""
@@ -144,28 +144,28 @@ class Place:
         )
 
     def control(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command for the run in this folder."""
+        """Run a `tba` command on the run in this folder."""
         return self.tba(*words, "--run-dir", str(self.folder))
 
     def client(self) -> BufferClient:
-        """A client of the run that is going."""
+        """Return a client of the running run's buffer, as operator."""
         endpoints = self.endpoints()
         return BufferClient(endpoints["buffer_url"], token=role_token(endpoints["tokens_file"], "operator"), retry_s=20)
 
     def redis_url(self) -> str:
-        """The Redis of the run that is going, for `stored_rollouts`; with its password."""
+        """Return the URL of the running run's Redis, with its password."""
         password = RunFolder(self.folder).redis_password_path.read_text().strip()
         return self.endpoints()["redis_url"].replace("://", f"://:{password}@")
 
     def endpoints(self) -> dict[str, str]:
-        """endpoints.json, waited for."""
+        """Wait for endpoints.json and return it."""
         path = self.folder / "endpoints.json"
         until("endpoints.json", lambda: path.exists() or not self._is_going())
         assert path.exists(), f"`tba run` ended: {self.started[-1].err}\n{self.started[-1].out}"
         return json.loads(path.read_text())
 
     def until(self, what: str, condition: Callable[[RunInfo], Any]) -> RunInfo:
-        """Poll the run until `condition` holds; fails as soon as `tba run` has ended."""
+        """Poll the run until `condition` holds and return it; fail as soon as `tba run` has ended."""
         client = self.client()
 
         def holds() -> RunInfo | None:
@@ -181,12 +181,12 @@ class Place:
         return info
 
     def pid(self, child: str) -> int:
-        """The process of a child: `trainer`, `buffer`, `searcher-0`, ..."""
+        """Wait until a child (`trainer`, `buffer`, `searcher-0`, ...) has one process; return its id."""
         # one at a time: a process that has just been forked has the command line of its parent for a moment
         return until(f"one process {child}", lambda: sum(found) if len(found := self._pids(child)) == 1 else 0)
 
     def pids(self) -> list[int]:
-        """Every process that names this run folder in its command line or, like Redis, works in it."""
+        """Return the ids of all processes that name this run folder in their command line or, like Redis, work in it."""
         found, name = [], str(self.folder)
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -202,11 +202,11 @@ class Place:
         return json.loads((folder / "summary.json").read_text())
 
     def versions(self, run: str = RUN) -> WeightVersions:
-        """The published versions in the store folder of a run."""
+        """Return the published versions in the store folder of a run."""
         return WeightVersions(FileStore(self.path / "runs" / run / "store"), run)
 
     def tensors(self, version: str, path: Path, run: str = RUN) -> dict[str, Any]:
-        """Download a version to a folder below `path`, and read it."""
+        """Download a version into a folder below `path`; return its tensors by name."""
         from safetensors.torch import load_file
 
         return load_file(
@@ -214,18 +214,18 @@ class Place:
         )
 
     def rollouts(self, run: str = RUN) -> dict[bytes, bytes]:
-        """Rollout id -> payload of an ended run."""
+        """Return the rollouts of an ended run: id -> payload."""
         with self.redis_of_ended_run(run) as redis:
             return stored_rollouts(redis.url, run)
 
     def ledger(self) -> list[LedgerEntry]:
-        """The ledger of a finished run."""
+        """Return the batches in the ledger of a finished run, from its history.json."""
         document = json.loads((self.folder / "history.json").read_text())
         return [LedgerEntry.model_validate(line) for line in document["ledger"] if line["kind"] == "batch"]
 
     @contextmanager
     def redis_of_ended_run(self, run: str = RUN) -> Iterator[RedisProcess]:
-        """Redis over the append-only file that a run left."""
+        """Start Redis on the append-only file that a run left."""
         redis = RedisProcess(folder=self.path / "runs" / run / "redis", port=free_port())
         redis.start()
         try:
@@ -234,7 +234,7 @@ class Place:
             redis.stop()
 
     def close(self) -> None:
-        """Kill what a failed test left behind; the guard ends the children."""
+        """Kill `tba run` processes that a failed test left running; their guard ends the children."""
         for started in self.started:
             with contextlib.suppress(ProcessLookupError):
                 started.process.kill()
@@ -262,11 +262,12 @@ class Place:
 def freeze_when(
     pid: int, what: str, client: BufferClient, condition: Callable[[], T], *, same: Callable[[T], object]
 ) -> T:
-    """SIGSTOP a process at a moment when `condition` holds, and leave it stopped.
+    """SIGSTOP a process at a moment when `condition` holds, leave it stopped, and return the condition's value.
 
     Args:
-        client: of the buffer, which answers between the readings: so it has also dealt with what came before.
-        same: the part of the value that must stay. Messages that the process has sent already take effect first.
+        client: of the buffer. It is asked between readings, so that the buffer has handled all earlier messages.
+        same: returns the part of the value that must stay equal for `NUM_STILL` readings: messages that the process
+            sent before it stopped have then taken effect.
     """
 
     def stopped_in_time() -> T:
@@ -284,12 +285,12 @@ def freeze_when(
 
 
 def stands_at(info: RunInfo | None) -> object:
-    """Return the position of the run; for `freeze_when`."""
+    """Return lineage, step, checkpoint and newest version of a run; for `freeze_when`."""
     return info and (info.lineage, info.step, info.checkpoint, info.latest_version)
 
 
 def searchers_at_rest(info: RunInfo) -> bool:
-    """Return True if, in a paused run, every searcher holds nothing and gets nothing, so it makes nothing more."""
+    """Return whether, in a paused run, every searcher has no work left and waits for the end of the pause."""
     held = ("active_slots", "waiting_requests", "queued_rollouts", "unpushed")
     return all(
         item.wait is not None and item.wait.name == "run-paused" and not any(item.gauges[name] for name in held)
@@ -299,12 +300,12 @@ def searchers_at_rest(info: RunInfo) -> bool:
 
 
 def trainer_at_rest(info: RunInfo) -> bool:
-    """In a paused run: the trainer has said that it waits for a batch, so no step is under way."""
+    """Return whether, in a paused run, the trainer waits for a batch, so that no step is in progress."""
     return any((wait.kind, wait.name) == ("trainer", "run-paused") for wait in info.waits)
 
 
 def stored_rollouts(redis_url: str, run: str = RUN) -> dict[bytes, bytes]:
-    """Rollout id -> payload, as Redis has them."""
+    """Return the rollouts in Redis: id -> payload."""
     from redis import Redis
 
     with Redis.from_url(redis_url) as client:
@@ -316,7 +317,7 @@ def decode_all(payloads: dict[bytes, bytes]) -> list[Rollout]:
 
 
 def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, dict[str, Any]]:
-    """Lease id -> {k: kind, s: searcher, v: visit} of one searcher, as Redis has them."""
+    """Return the leases of one searcher in Redis: lease id -> {k: kind, s: searcher, v: visit}."""
     from redis import Redis
 
     with Redis.from_url(redis_url) as client:
@@ -326,7 +327,7 @@ def open_leases(redis_url: str, searcher_id: str, run: str = RUN) -> dict[str, d
 
 
 def falling_beta(entry: LedgerEntry) -> Any:
-    """Return the value of FALLING for a step; it differs from the value of the step before."""
+    """Return the beta that FALLING gives at the entry's step, which differs from that of the step before."""
     return pytest.approx(FALLING.at(entry.step - 1), rel=1e-9)
 
 

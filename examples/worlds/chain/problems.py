@@ -4,7 +4,7 @@ The policy decides how long a response is. A demonstration may hesitate: write t
 that. So the length is 13 to 17 tokens with a long geometric tail, cut at `MAX_RESPONSE_TOKENS`. Hesitation costs time
 and changes nothing about the answer of a demonstration; whether a policy goes on to hesitate is left to its training.
 
-Prompts fall into fixed splits by a hash of the sorted digits, so no order of the same digits is in two splits.
+Prompts fall into fixed splits by a hash of the sorted digits: all orders of the same digits are in one split.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tba.api import Prompt
 from tba.errors import ConfigError
 
 TASK = "chain"
-"""Also the reward task that a recipe defines: the kind `last_number`."""
+"""The name of the prompts' task; a recipe defines this task with the scorer kind `last_number`."""
 NUM_TERMS = 4
 MAX_RESPONSE_TOKENS = 128
 FIRST_REPEAT, NEXT_REPEAT = 0.4, 0.93
-"""Probabilities of a demonstration: that it repeats its answer at all (below a half, so that greedy responses end), and
-that it does so once more (the long tail)."""
+"""Probabilities that a demonstration repeats its answer at all (below a half, so that greedy responses end), and that
+it repeats it once more after each repetition (the long tail)."""
 SPLITS = MappingProxyType(
     {"heldout": range(12), "validation": range(12, 20), "warmstart": range(20, 55), "train": range(55, 100)}
 )
@@ -55,7 +55,7 @@ class Problem:
 
 
 def split_of(terms: tuple[int, ...]) -> str:
-    """Return the split of the digits, whatever their order; it depends on no seed."""
+    """Return the split of the digits; it depends on neither their order nor a seed."""
     digest = hashlib.sha256(f"{TASK}:{sorted(terms)}".encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 100
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
@@ -75,7 +75,7 @@ def stream(split: str, seed: int) -> Iterator[Problem]:
 
 
 def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-    """Return prompts of both splits; the held-out ones come first and are the same for every seed.
+    """Return held-out prompts, the same for every seed, followed by training prompts.
 
     Raises:
         ConfigError: more prompts are asked for than the task has.
@@ -100,10 +100,10 @@ def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
 
 
 def noisy_response(problem: Problem, rng: random.Random, *, drop_carry: float, wrong_digit: float) -> str:
-    """Return a response with noise that hesitates at random.
+    """Return a response with random errors and hesitations.
 
     Args:
-        drop_carry: probability that a total which passes a ten stays below it.
+        drop_carry: probability that an addition with a carry loses it: the total is then 10 too low.
         wrong_digit: probability that a digit of a total is replaced by a random one.
     """
     text = _steps(problem, rng, drop_carry=drop_carry, wrong_digit=wrong_digit)

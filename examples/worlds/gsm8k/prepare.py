@@ -34,7 +34,7 @@ def make(
     clean_steps: Steps = CLEAN,
     slip_steps: Steps = SLIPS,
 ) -> None:
-    """Learn right answers until the arithmetic is known; then a few with slips, which set the start accuracy."""
+    """Train a model on right answers, then briefly on answers with slips, which set its accuracy; save it."""
     pairs, slip_pairs = ([(f"{row['question']}\n", row["answer"]) for row in rows] for rows in (clean, slips))
     tokenizer = new_tokenizer(sizes, (text for pair in pairs for text in pair))
     model = new_model(sizes, tokenizer)

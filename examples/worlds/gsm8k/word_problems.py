@@ -5,10 +5,10 @@
     <<12/3=4>>4 pens
     #### 4
 
-A family is one way to tell a story; `groups` is in no split but `test_new_family`, and all its words are in other
-families. The demonstrations of `sft` are right; those of `sft_slips` err as `SLIP` says, and carry the error on. A
-model that learned from the first and then saw some of the second knows the arithmetic, and writes it wrongly: those
-errors set the accuracy at which training by rewards starts. All other answers are right.
+A family is one way to tell a story. The family `groups` is only in the split `test_new_family`, and all its words are
+in other families too. The answers of `sft` are right. Those of `sft_slips` have the errors of `SLIP`, and later steps
+use the wrong totals. A model that learns from `sft` and then a little from `sft_slips` knows the arithmetic but often
+writes it wrongly: so training by rewards starts at a low accuracy. The answers of all other splits are right.
 
 Splits are by a hash of family and numbers: the same story with other names or things is in the same split.
 """
@@ -39,12 +39,12 @@ NUM_ROWS = MappingProxyType(
     {"sft": 16_000, "sft_slips": 8000, "train": 4000, "validation": 300, "test": 600, "test_new_family": 600}
 )
 SLIP = 0.75
-"""How often a demonstration errs where a step is hard: a sum that carries or a difference that borrows is then off by
-ten, a product with a right factor above `EASY_TABLES` has it once too few, a quotient by such a number is one too low.
-Above a half, so that the most probable step of a model that learned from them is wrong too, not only a sampled one."""
+"""Probability of an error in a hard step. A sum that carries or a difference that borrows is then off by ten. With a
+right operand above `EASY_TABLES`, a product is too low by its left factor, and a quotient is one too low. It is above a
+half, so that a model that learned from such answers errs when it decodes greedily, and not only when it samples."""
 EASY_TABLES = 4
 MAX_DRAWS = 50_000
-"""Draws until a new problem of a split is found; the tables need at most 653 (of `validation`)."""
+"""Most draws to find one new problem of a split; the tables need at most 653 (in `validation`)."""
 
 MORE = ("{He} buys {n} more.", "{He} finds {n} more.", "{He} gets {n} more.")
 FEWER = ("{He} gives {n} to {friend}.", "{He} loses {n}.", "{He} sells {n}.")
@@ -110,7 +110,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """What decides the split: the family and the numbers."""
+        """The text that decides the split: the family and the numbers."""
         return f"{self.family}:{self.first}" + "".join(f"{op}{n}" for op, n in self.steps)
 
     @property
@@ -132,7 +132,7 @@ def result(left: int, op: str, right: int) -> int:
 
 
 def slip(left: int, op: str, right: int) -> int:
-    """Return the usual wrong result of a hard step, and the right one of any other."""
+    """Return the wrong result of a hard step, as `SLIP` describes it, or the right result of any other step."""
     value = result(left, op, right)
     if op == "+":
         return value - 10 if left % 10 + right >= 10 else value
@@ -168,7 +168,7 @@ def split_of(problem: Problem) -> str:
 def stream(split: str, seed: int) -> Iterator[Problem]:
     """Yield problems of one split; families and numbers of steps are about equally frequent.
 
-    Only supervised splits have a problem more than once; of the others there are a few times as many as `NUM_ROWS`.
+    Only the supervised splits (sft, sft_slips) repeat problems; the others have a few times `NUM_ROWS` distinct ones.
 
     Raises:
         ValueError: the split has no more problems of some family and number of steps.
@@ -217,7 +217,7 @@ def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
 
 
 def prompts_with_new_family(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-    """Return prompts whose held-out ones are of the new family too; `num_heldout` of each kind."""
+    """Return the result of `prompts`, and `num_heldout` more held-out prompts, of the new family."""
     new = _prompts(("test_new_family",), num_heldout)
     return prompts(num_train, num_heldout, seed) + new
 

@@ -4,11 +4,11 @@ Five families of problems, one of each level. A solution is a few steps and ends
 answer is a whole number, a fraction, a set or an interval. Numbers are small: a model of 0.4 M parameters has to learn
 what their sums are.
 
-The solutions of the split `sft` are those of pupils who err: they lose minus signs, are off by one or two, and forget
-to turn an inequality, and they carry the error on. The more steps and signs a problem has, the more are wrong.
+The solutions of the split `sft` are written by pupils who err: they lose minus signs, are off by one or two, and forget
+to turn an inequality. Later steps use the wrong results. More steps and signs mean more errors.
 All other solutions are right; a model learns from those of `clean` first.
 
-Problems fall into splits by a hash of their sorted numbers, so no order of the same numbers is in two splits.
+Problems fall into splits by a hash of their sorted numbers: all orders of the same numbers are in one split.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tba.api import Prompt
 
 Numbers = tuple[int, ...]
 CHAT = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
-"""A prompt: the turns of Qwen's chats."""
+"""Template of a prompt, in the format of Qwen's chats."""
 END = "<|im_end|>"
-"""Behind a response."""
+"""Ends every response."""
 SPLITS = MappingProxyType(
     {
         "test": range(25),
@@ -44,19 +44,19 @@ SIZES = MappingProxyType({"test": 200, "validation": 50, "clean": 20_000, "sft":
 DISTINCT = ("test", "validation")
 """Splits whose problems are distinct, and the same for every seed."""
 LOST_SIGN, OFF_BY, FORGOTTEN_TURN = 0.7, 0.15, 0.7
-"""Probabilities of a pupil's errors, of every step that they can happen in. A lost sign is more likely than a kept one,
-so of a model that learned from pupils the most probable response is often wrong too, and not only a sampled one."""
+"""Probabilities of a pupil's errors, for each step where they can happen. A lost sign is more likely than a kept one,
+so a model that learned from pupils often errs when it decodes greedily, and not only when it samples."""
 RELATIONS = ("<", ">", r"\le", r"\ge")
 
 
 @dataclass(slots=True)
 class Pupil:
-    """Who writes a solution down: without `rng`, without errors."""
+    """The writer of a solution: makes random errors, or none without `rng`."""
 
     rng: random.Random | None = None
 
     def note(self, value: int | Fraction) -> Fraction:
-        """Return the result of a step as the pupil has it."""
+        """Return the result of a step as the pupil writes it: `value`, or an error."""
         value = Fraction(value)
         if self.rng is None:
             return value
@@ -85,7 +85,7 @@ def spaced(relation: str) -> str:
 
 
 def _difference(left: int | Fraction, right: int | Fraction) -> str:
-    """Return a difference that is not worked out: `7-3`, or `7+3` where -3 is taken away."""
+    """Return the text of a difference: `7-3` for 7 and 3, `7+3` for 7 and -3."""
     return number(left) + terms((-right, ""), goes_on=True) if right else number(left)
 
 
@@ -93,7 +93,7 @@ def terms(*parts: tuple[int | Fraction, str], goes_on: bool = False) -> str:
     """Return a sum such as `2x-3` of (coefficient, what it multiplies); parts with the coefficient 0 are left out.
 
     Args:
-        goes_on: it stands behind other parts, so that it begins with a sign.
+        goes_on: whether the sum follows other parts, so that it must begin with a sign.
     """
     text = ""
     for coefficient, unknown in parts:
@@ -104,7 +104,7 @@ def terms(*parts: tuple[int | Fraction, str], goes_on: bool = False) -> str:
 
 
 def interval(relation: str, end: Fraction) -> str:
-    """Return the interval of the numbers that are in a relation to `end`."""
+    """Return in LaTeX the interval of all x for which `x relation end` holds."""
     is_closed = relation in (r"\le", r"\ge")
     if relation in ("<", r"\le"):
         return rf"(-\infty,{number(end)}{']' if is_closed else ')'}"
@@ -112,12 +112,12 @@ def interval(relation: str, end: Fraction) -> str:
 
 
 def turned(relation: str) -> str:
-    """Return the relation with its sides exchanged."""
+    """Return the reversed relation: `>` for `<`, for example."""
     return {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}[relation]
 
 
 def the_set(*members: Fraction) -> str:
-    """Return a set in LaTeX, in order."""
+    """Return a set in LaTeX, in ascending order and without repetitions."""
     return rf"\{{{','.join(map(number, sorted(set(members))))}\}}"
 
 
@@ -185,7 +185,7 @@ def _not_zero(rng: random.Random, most: int) -> int:
 
 
 def _small(draw: Callable[[random.Random], Numbers], *values: Callable[[Numbers], int]) -> Callable[..., Numbers]:
-    """Return `draw`, again until none of the values has two digits."""
+    """Return a function that repeats `draw` until each of `values` gives a number of one digit."""
 
     def drawn(rng: random.Random) -> Numbers:
         numbers = draw(rng)
@@ -269,7 +269,7 @@ FAMILIES = (
 
 
 def split_of(family: Family, numbers: Numbers) -> str:
-    """Return the split of a problem, whatever the order of its numbers; it depends on no seed."""
+    """Return the split of a problem; it depends on neither the order of its numbers nor a seed."""
     bucket = bucket_of(f"{family.name}:{sorted(numbers)}")
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 

@@ -44,7 +44,7 @@ def make(
     clean_steps: Steps = CLEAN,
     pupil_steps: Steps = PUPILS,
 ) -> None:
-    """Learn what is right, and then errors, so that training has something to bring back."""
+    """Train a model on right solutions, then on solutions with errors, which training by rewards can undo; save it."""
     pairs, wrong = (
         [(CHAT.format(problem=row["problem"]), f"{row['solution']}{END}") for row in rows] for rows in (clean, pupils)
     )

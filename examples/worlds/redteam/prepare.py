@@ -40,12 +40,12 @@ CLASSIFIER_SIZES = Sizes(
 
 
 def steps(num_steps: int, batch_size: int) -> Steps:
-    """Return how long a model of this world learns."""
+    """Return the training settings of a model of this world."""
     return Steps(num_steps=num_steps, batch_size=batch_size, rate=3e-3, warmup_steps=20, is_cosine=True)
 
 
 def make_policy(folder: Path, *, sizes: Sizes = SIZES, num_steps: int = 300, batch_size: int = 64) -> None:
-    """Learn to write instructions, of which 7 in a hundred are attacks."""
+    """Train the policy to write instructions, some of which are attacks; save it."""
     pairs = [("Instruction:", f" {row['instruction']}") for row in TABLES["redteam_attacks"]["train"](0)]
     tokenizer = new_tokenizer(sizes, ("".join(pair) for pair in pairs))
     model = new_model(sizes, tokenizer)
@@ -54,7 +54,7 @@ def make_policy(folder: Path, *, sizes: Sizes = SIZES, num_steps: int = 300, bat
 
 
 def make_victim(folder: Path, *, sizes: Sizes = SIZES, num_steps: int = 400, batch_size: int = 64) -> None:
-    """Learn to reply, badly to attacks."""
+    """Train the victim to reply to instructions, and badly to attacks; save it."""
     rows = TABLES["redteam_victim"]["train"](0)
     pairs = [(f"Instruction: {row['instruction']}\nReply:", f" {row['reply']}") for row in rows]
     tokenizer = new_tokenizer(sizes, ("".join(pair) for pair in pairs))
@@ -66,7 +66,7 @@ def make_victim(folder: Path, *, sizes: Sizes = SIZES, num_steps: int = 400, bat
 def make_classifier(
     folder: Path, *, sizes: Sizes = CLASSIFIER_SIZES, num_steps: int = 100, batch_size: int = 64
 ) -> None:
-    """Learn which replies are bad."""
+    """Train the classifier to tell bad replies from good ones; save it."""
     texts = [(f"Reply: {row['reply']}", row["label"]) for row in TABLES["redteam_toxicity"]["train"](0)]
     tokenizer = new_tokenizer(sizes, (text for text, _ in texts))
     model = new_model(sizes, tokenizer, labels=LABELS)

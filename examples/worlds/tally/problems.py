@@ -4,7 +4,7 @@ The prompt decides how long a right response is: 4 to 31 terms, so 15 to 123 tok
 times as long. A policy that leaves totals out is mostly wrong, so it has no reason to become brief (unlike `chain`).
 The labels say which term comes next: without them a small model would have to count.
 
-Prompts fall into fixed splits by a hash of the sorted terms, so no order of the same terms is in two splits.
+Prompts fall into fixed splits by a hash of the sorted terms: all orders of the same terms are in one split.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from types import MappingProxyType
 from tba.api import Prompt
 
 TASK = "tally"
-"""Also the reward task that a recipe defines: the kind `last_number`."""
+"""The name of the prompts' task; a recipe defines this task with the scorer kind `last_number`."""
 LABELS = "abcdefghijklmnopqrstuvwxyzABCDE"
 MIN_TERMS, MAX_TERMS = 4, len(LABELS)
 TAIL_EXPONENT = 1.5
 """A prompt has at least n terms with probability (MIN_TERMS / n) ** TAIL_EXPONENT: Pareto's law, cut at MAX_TERMS."""
 MAX_RESPONSE_TOKENS = 2 + 4 * (MAX_TERMS - 1) + 1
-"""Of a right response, its end included."""
+"""Tokens of the longest right response, end of sequence included."""
 SPLITS = MappingProxyType(
     {"heldout": range(12), "validation": range(12, 20), "warmstart": range(20, 55), "train": range(55, 100)}
 )
@@ -54,7 +54,7 @@ class Problem:
 
 
 def split_of(terms: tuple[int, ...]) -> str:
-    """Return the split of the terms, whatever their order; it depends on no seed."""
+    """Return the split of the terms; it depends on neither their order nor a seed."""
     digest = hashlib.sha256(f"{TASK}:{sorted(terms)}".encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 100
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
@@ -82,7 +82,7 @@ def distinct(split: str, count: int, seed: int) -> list[Problem]:
 
 
 def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-    """Return prompts of both splits; the held-out ones come first and are the same for every seed."""
+    """Return held-out prompts, the same for every seed, followed by training prompts."""
     chosen = [("heldout", problem) for problem in distinct("heldout", num_heldout, 0)]
     chosen += [("train", problem) for problem in distinct("train", num_train, seed)]
     return [
@@ -98,7 +98,7 @@ def generate(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
 
 
 def noisy_response(problem: Problem, rng: random.Random, *, wrong_digit: float) -> str:
-    """Return a response with errors.
+    """Return a response with random errors.
 
     Args:
         wrong_digit: probability that a total is replaced by a random digit.

@@ -1,7 +1,7 @@
 """`python -m examples.worlds.tldr.prepare`: make the policy, the proxy and the gold judge of tldr-small.toml.
 
-The proxy has fewer preferences than the judge, and one label in ten is wrong. The judge is larger, and has learned to
-tell whether a post has a word before it learns preferences; one label in fifty is wrong.
+The proxy learns from fewer preferences than the judge, and one label in ten is wrong. The judge is larger. It first
+learns to tell whether a post has a word, and then preferences, of which one label in fifty is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLICY_STEPS = Steps(num_steps=600, batch_size=32, rate=3e-3, final=3e-4, warmup
 
 
 def make_policy(folder: Path, *, sizes: Sizes = SIZES, how: Steps = POLICY_STEPS) -> None:
-    """Learn to copy names and facts, and the faults of the references."""
+    """Train the policy on the reference summaries, faults included; save it."""
     pairs = [(row["query"], row["summary"]) for row in TABLES["summaries_data"]["sft"](0)]
     tokenizer = new_tokenizer(sizes, ("".join(pair) for pair in pairs))
     model = new_model(sizes, tokenizer)
@@ -49,7 +49,7 @@ def make_policy(folder: Path, *, sizes: Sizes = SIZES, how: Steps = POLICY_STEPS
 
 
 def make_gold_base(folder: Path) -> None:
-    """Learn to read: whether a post has a word."""
+    """Train a language model to tell whether a post has a word, as the start of the judge; save it."""
     rows = TABLES["reading_data"]["preferences_gold"](0)
     pairs = [(row["query"], row["answers"]) for row in rows]
     tokenizer = new_tokenizer(GOLD_SIZES, ("".join(pair) for pair in pairs))
@@ -60,7 +60,7 @@ def make_gold_base(folder: Path) -> None:
 
 
 def make_judge(folder: Path, base: Path, split: str, how: Steps, *, seed: int) -> None:
-    """Learn the preferences of a split, from the body of a language model."""
+    """Train a model with one score on the preferences of a split, from the language model in `base`; save it."""
     rows = TABLES["summary_preferences_data"][split](0)
     pairs = [(row["query"] + row["chosen"], row["query"] + row["rejected"]) for row in rows]
     model, tokenizer = classifier_of(base), AutoTokenizer.from_pretrained(base)
@@ -69,13 +69,13 @@ def make_judge(folder: Path, base: Path, split: str, how: Steps, *, seed: int) -
 
 
 def make_proxy(folder: Path, *, base: Path = POLICY, num_steps: int = 300) -> None:
-    """Learn the preferences that are trained on."""
+    """Train and save the proxy, whose scores are the rewards of a run."""
     how = Steps(num_steps=num_steps, batch_size=16, rate=2e-3, final=2e-4, warmup_steps=20)
     make_judge(folder, base, "preferences_proxy", how, seed=0)
 
 
 def make_gold(folder: Path) -> None:
-    """Learn the preferences that decide the win rate."""
+    """Train and save the gold judge, whose scores decide the win rate."""
     how = Steps(num_steps=900, batch_size=16, rate=1e-3, final=1e-4, warmup_steps=20)
     make_judge(folder, GOLD_BASE, "preferences_gold", how, seed=1)
 

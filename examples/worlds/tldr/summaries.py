@@ -4,8 +4,8 @@ A post tells 1 to 3 salient facts (who did what to whom, how it ended) among fil
 summary has a clause for every salient fact and no other clause: `Tom sold the car to Ana and Eva moved out.`
 
 `quality` is the rule: the share of salient facts that are told, less 0.5 for every clause that the post does not say (a
-wrong name or thing, broken grammar), less 0.25 for every filler and every repetition. Of two summaries with the same
-quality the shorter one is better. Preferences follow the rule, but for a share of flipped labels.
+wrong name or thing, broken grammar), less 0.25 for every filler and every repetition. If two summaries have the same
+quality, the shorter one is better. Preferences follow the rule, but for a share of flipped labels.
 
 Posts fall into fixed splits by a hash of the set of their salient facts: no set is in two splits, but a clause of a
 larger set may be in a post of another split.
@@ -52,7 +52,7 @@ FAULTS = MappingProxyType({"missed": 0.6, "wrong": 0.15, "invented": 0.4, "fille
 ending (of a post without one), tells a filler, tells a clause twice. Most references miss how it ended, so a model that
 imitates them does, too."""
 NUM_ASKED = 12
-"""Words that a reading exercise asks for."""
+"""Number of words in a reading exercise."""
 FLIPPED = MappingProxyType({"preferences_proxy": 0.1, "preferences_gold": 0.02, "preferences_heldout": 0.0})
 """Split -> share of preferences whose label is the wrong one. Accuracy is measured on labels without noise."""
 
@@ -107,7 +107,7 @@ def join(clauses: tuple[str, ...] | list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a post says: the clause that a summary may have, and the sentence of the post."""
+    """One statement of a post: its clause for a summary, and its sentence in the post."""
 
     clause: str
     sentence: str
@@ -151,7 +151,7 @@ def _post(rng: random.Random, facts: Sequence[Fact], title: str, names: Sequence
 
 
 def _deed(rng: random.Random, who: str, whom: str) -> tuple[Fact, str]:
-    """Return a deed and its thing."""
+    """Return a random deed as a fact, and the thing in it."""
     verb, preposition = rng.choice(DEEDS).split()
     thing = rng.choice(THINGS)
     sentence = f"{rng.choice(TIMES)} my {rng.choice(RELATIONS)} {who} {verb} the {rng.choice(LOOKS)} {thing}"
@@ -184,7 +184,7 @@ def split_of(salient: Sequence[str]) -> str:
 
 
 def noisy_summary(post: Post, rng: random.Random) -> str:
-    """Return a summary as people write them: each fault of `FAULTS` with its probability."""
+    """Return a summary with faults as people make them: each of `FAULTS` with its probability."""
     happens = {fault: rng.random() < probability for fault, probability in FAULTS.items()}
     clauses = list(post.salient)
     if happens["missed"] and len(clauses) > 1:
@@ -218,9 +218,9 @@ def quality(post: Post, summary: str) -> float:
 
 
 def reading_answers(post: Post, rng: random.Random) -> str:
-    """Return an exercise in reading, with its answers: ` Tom yes boat no`, whether the post has the word or not.
+    """Return a reading exercise with its answers (` Tom yes boat no`): words, and whether the post has each.
 
-    A word is a name, a thing or an ending, which are what a summary may have wrong; the post has half of them.
+    The words are names, things and endings, which a summary may get wrong. About half of them are in the post.
     """
     words = [*NAMES, *THINGS, *ENDINGS]
     known = [word for word in words if f" {word}" in post.query]

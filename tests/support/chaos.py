@@ -40,7 +40,7 @@ Fault = Callable[[Stack, random.Random], None]
 
 
 class Pusher(threading.Thread):
-    """Pushes without pause, and repeats each push until it is acknowledged; the doubler reads the pushes in `shared`."""
+    """Pushes without pause, and repeats each push until it is acknowledged; `shared` gets each for the doubler."""
 
     def __init__(self, stack: Stack, name: str, shared: list[list[bytes]], num_tokens: int) -> None:
         super().__init__(daemon=True, name=name)

@@ -186,7 +186,7 @@ class Place:
         return until(f"one process {child}", lambda: sum(found) if len(found := self._pids(child)) == 1 else 0)
 
     def pids(self) -> list[int]:
-        """Return the ids of all processes that name this run folder in their command line or, like Redis, work in it."""
+        """Return the ids of all processes with this run folder in their command line, or as working folder (Redis)."""
         found, name = [], str(self.folder)
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -2,8 +2,8 @@
 
 tests/integration/searcher/test_searcher_engines.py runs them.
 
-Each case gets a `Bench` and fails by an exception. It says how to make an engine, and holds two models of the same
-shape, `old` and `new`, as folders and in transformers.
+Each case gets a `Bench` and fails by an exception. The bench makes engines, and holds two models of the same shape,
+`old` and `new`, as folders and as transformers models.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, NUM_SLOTS = 48, 40, 4
 MODELS = ("llama", "llama tied", "gpt_neox", "gpt2 tied")
 """The families of the recipes; GPT-NeoX goes through vLLM's Transformers backend."""
 Make = Callable[..., Engine]
-"""Model folder, its tensors, version, dtype -> engine with the sizes above; keywords are more of its settings."""
+"""Makes an engine from model folder, tensors file, version and dtype, with the sizes above; keywords add settings."""
 
 
 def make_contract_model(folder: Path, name: str, seed: int) -> Path:
-    """A random model with attention heads of 32, which vLLM's CPU kernels know."""
+    """Write a random model with attention heads of size 32, which vLLM's CPU kernels support; return the folder."""
     family, _, tied = name.partition(" ")
     if family == "gpt2":
         config = AutoConfig.for_model(
@@ -61,14 +61,14 @@ def make_contract_model(folder: Path, name: str, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as an engine sees it, and in transformers."""
+    """One model: its files for an engine, and two copies in transformers."""
 
     folder: Path
     tensors: Path
     """The tensors as the trainer publishes them: named parameters, a tied head once."""
     in_transformers: Any
     in_trainer: Any
-    """Another copy: the trainer exchanges the attention of the model that it computes log-probs with."""
+    """A second copy for the trainer's log-probs, because the trainer replaces its model's attention."""
 
     @classmethod
     def make(cls, folder: Path, name: str, seed: int) -> Model:
@@ -82,7 +82,7 @@ class Model:
         return cls(folder, folder / "model.safetensors", model, copy)
 
     def greedy(self, request: Request, *, after: Sequence[int] = ()) -> list[int]:
-        """Return the greedy response of transformers that begins with `after`."""
+        """Return the greedy response of transformers, continued from `after`."""
         tokens, response = [*request.prompt_tokens, *after], list(after)
         with torch.inference_mode():
             while len(response) < request.max_response_tokens and (not response or response[-1] not in request.eos_ids):
@@ -91,14 +91,14 @@ class Model:
         return response
 
     def trainer_logprobs(self, request: Request, tokens: np.ndarray) -> np.ndarray:
-        """The trainer's log-probs [R] at the request's temperature."""
+        """Return the trainer's log-probs [R] at the request's temperature (1 if it is greedy)."""
         model = LogprobModel(self.in_trainer, temperature=request.sampling.temperature or 1.0)
         with torch.inference_mode():
             prompt, response = np.array(request.prompt_tokens, np.int32), tokens.astype(np.int32)
             return model.token_logprobs(pack_sequences([prompt], [response], "cpu")).numpy()
 
     def logits(self, request: Request, tokens: np.ndarray) -> np.ndarray:
-        """[R, V] before each response token."""
+        """Return the logits [R, V] from which each response token is sampled."""
         ids = torch.tensor([[*request.prompt_tokens, *tokens.tolist()]])
         with torch.inference_mode():
             return self.in_transformers(ids).logits[0, len(request.prompt_tokens) - 1 : -1].double().numpy()
@@ -106,19 +106,19 @@ class Model:
 
 @dataclass
 class Bench:
-    """The parts that a case works with."""
+    """The engine maker, models and folder that a case works with."""
 
     make_engine: Make
     old: Model
     new: Model
     folder: Path
     spare: Engine | None = None
-    """Engine with the old weights that a case has left in good order; starting another takes vLLM seconds."""
+    """An idle engine with the old weights that a case has left, for reuse: starting a vLLM engine takes seconds."""
     _kept: list[Engine] = field(default_factory=list)
 
     @contextmanager
     def engine(self) -> Iterator[Engine]:
-        """An engine with the old weights, perhaps one that earlier cases have used."""
+        """Yield an engine with the old weights, which earlier cases may have used; the case must leave it idle."""
         engine, self.spare = self.spare or self.fresh(), None
         yield engine
         assert engine.num_active + engine.num_waiting == 0
@@ -129,13 +129,13 @@ class Bench:
     def fresh(
         self, model: Model | None = None, version: PolicyVersion = START, dtype: str = "float32", **settings: Any
     ) -> Engine:
-        """A new engine; it is kept and not closed: the end of one ends what all vLLM engines of a process share."""
+        """Return a new engine. It is never closed, because that would end state that all vLLM engines here share."""
         model = model or self.old
         self._kept.append(self.make_engine(model.folder, model.tensors, version, dtype, **settings))
         return self._kept[-1]
 
     def manifest(self, model: Model, version: PolicyVersion, **changes: Any) -> Manifest:
-        """The manifest of a version; `changes` spoil it."""
+        """Return the manifest of a version; `changes` replace fields, to spoil it."""
         request = Request(
             request_id="",
             prompt_tokens=(4, 5, 6),
@@ -162,12 +162,12 @@ class Bench:
         return whole.model_copy(update=changes)
 
     def local(self, model: Model, version: PolicyVersion) -> LocalVersion:
-        """A version of which the files are here."""
+        """Return a version with its files on this machine."""
         return LocalVersion(version, (model.tensors,), self.manifest(model, version))
 
 
 def make_requests(num: int, *, temperatures: Sequence[float] = (0.0, 1.0, 0.7), seed: int = 0, **fields: Any) -> list:
-    """Prompts of 1 to 40 tokens, each used about three times, and length limits of 1 to 24 tokens."""
+    """Return requests with prompts of 1 to 40 tokens, each used about three times, and limits of 1 to 24 tokens."""
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(3, 33, rng.integers(1, 41)).tolist()) for _ in range(max(1, num // 3))]
     return [
@@ -182,7 +182,7 @@ def make_requests(num: int, *, temperatures: Sequence[float] = (0.0, 1.0, 0.7), 
 
 
 def make_request(request_id: str, prompt: Sequence[int], sampling: Sampling, **fields: Any) -> Request:
-    """A request that ends at <eos>."""
+    """Return a request of at most 24 tokens that ends at <eos>; `fields` override its fields."""
     return Request(
         request_id=request_id, prompt_tokens=tuple(prompt), sampling=sampling,
         **{"max_response_tokens": 24, "eos_ids": (EOS_ID,), **fields},
@@ -190,7 +190,7 @@ def make_request(request_id: str, prompt: Sequence[int], sampling: Sampling, **f
 
 
 def finish(engine: Engine) -> Iterator[Completion]:
-    """Step until nothing is left."""
+    """Step until no request is left; yield the completions."""
     until_s, num_steps = time.monotonic() + 60, 0
     # steps of an engine that computes are counted, and one that waits for a server has time
     while num_steps < 5000 or time.monotonic() < until_s:
@@ -202,7 +202,7 @@ def finish(engine: Engine) -> Iterator[Completion]:
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Completion]:
-    """Submit, finish; completions by request id."""
+    """Submit the requests and step until all have ended; return the completions by request id."""
     for request in requests:
         engine.submit(request)
     done = list(finish(engine))
@@ -241,7 +241,7 @@ def case_tokens_and_logprobs_are_the_trainers(bench: Bench) -> None:
 
 
 def case_after_every_update_it_is_a_fresh_engine(bench: Bench) -> None:
-    """Idle, forward, back to an older version, and the same version twice."""
+    """Load a newer version, go back to an older one, and load the same weights twice, each time while idle."""
     requests = make_requests(8, temperatures=(0.0,), seed=3)
     of_new = tokens_of(run_all(bench.fresh(bench.new, V1), requests))
     with bench.engine() as engine:
@@ -289,7 +289,7 @@ def case_weights_in_flight_begin_a_span(bench: Bench) -> None:
 
 
 def case_staged_weights_are_used_like_any_others(bench: Bench) -> None:
-    """Forward, back to what was in use, and forward again, prepared in a thread while requests are decoded."""
+    """Load a newer version, the previous one and a newer one again, each staged while requests are decoded."""
     requests = make_requests(6, temperatures=(0.0,), eos_ids=(), max_response_tokens=24, seed=4)
     with bench.engine() as engine:
         assert isinstance(engine, StagingEngine)
@@ -328,7 +328,7 @@ def case_staged_weights_are_used_like_any_others(bench: Bench) -> None:
 
 
 def case_a_bad_version_is_refused_and_the_old_one_back(bench: Bench) -> None:
-    """Files that do not fit are refused untouched; failed checks are found while requests are active."""
+    """Files that do not fit leave the old weights in use; failed checks are found while requests are active."""
     tensors = load_file(bench.new.tensors)
     name = sorted(tensors)[0]
     spoilt = {
@@ -390,7 +390,7 @@ def case_sampling_options_are_in_the_logprobs(bench: Bench) -> None:
 
 
 def restricted_logprobs(model: Model, request: Request, tokens: np.ndarray) -> np.ndarray:
-    """Min tokens, then temperature, then top-k, then top-p, renormalised each time."""
+    """Return expected log-probs [R]: apply min tokens, temperature, top-k and top-p, and renormalise each time."""
     logits, sampling = model.logits(request, tokens), request.sampling
     found = []
     for place, (row, token) in enumerate(zip(logits, tokens, strict=True)):
@@ -514,7 +514,7 @@ def case_half_precision_is_verified_too(bench: Bench) -> None:
 
 
 def raised(kind: type[Exception], call: Callable[..., object], *arguments: Any) -> str:
-    """The text of the exception that a call must raise."""
+    """Assert that a call raises this kind of exception; return its text."""
     try:
         call(*arguments)
     except kind as error:
@@ -541,7 +541,7 @@ ON_ONE_MODEL = (
     case_closing_forgets_what_is_under_way_and_can_be_repeated,
 )
 LAST = (case_closing_forgets_what_is_under_way_and_can_be_repeated,)
-"""It ends state that all vLLM engines of a process share."""
+"""Cases that run last, because they end state that all vLLM engines of a process share."""
 CASES: dict[str, tuple[str, Callable[[Bench], None]]] = {
     f"{case.__name__.removeprefix('case_')}[{model}]": (model, case)
     for cases, models in ((ON_EVERY_MODEL, MODELS), (ON_EXPERTS, ("qwen3_moe",)), (ON_ONE_MODEL, ("llama tied",)))

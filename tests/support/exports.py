@@ -1,4 +1,4 @@
-"""Versions to export: a store with published models, and what is known of their run."""
+"""Versions to export: a store with published models, and the facts about their run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def make_eval(version: str, **changes: Any) -> EvalInfo:
 
 
 def make_facts(recipe: Recipe, **changes: Any) -> RunFacts:
-    """Two evaluated versions, of which 1-4 is the better one."""
+    """Return facts of a run with two evaluated versions, of which 1-4 is better."""
     evals = [make_eval("0-0", accuracy=0.25), make_eval("1-4", accuracy=0.75, pass_at={4: 0.875})]
     return RunFacts(**{"recipe": recipe, "evals": evals, "best": BEST, **changes})
 
 
 def published(folder: Path, models: dict[str, Path]) -> tuple[FileStore, WeightVersions, Recipe]:
-    """A store with one version per model folder."""
+    """Publish one version per model folder (version -> folder); return the store, its versions and a recipe."""
     store = FileStore(folder / "store")
     recipe = make_recipe(next(iter(models.values())), store={"url": f"file://{folder / 'store'}"})
     versions = WeightVersions(store, recipe.run.name)
@@ -53,7 +53,7 @@ def published(folder: Path, models: dict[str, Path]) -> tuple[FileStore, WeightV
 
 @torch.inference_mode()
 def transformers_greedy(folder: Path, prompts: list[str], *, num_tokens: int) -> list[list[int]]:
-    """[prompt][token] by transformers, one forward pass per token; the end of sequence is a token like any other."""
+    """Return greedy tokens of transformers as [prompt][token]; end of sequence does not end a response."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     auto: Any = AutoModelForCausalLM

@@ -15,16 +15,16 @@ Answer = tuple[int, Any]
 
 
 class FakeServer:
-    """Serves on loopback. `change` gets path, body and answer, and returns the answer that is given; None hangs up."""
+    """Serves on loopback. `change` gets path, body and answer, and returns the answer to send, or None to hang up."""
 
     def __init__(self) -> None:
         self.change: Callable[[str, dict[str, Any], Answer], Answer | None] = lambda path, body, answer: answer
         self.label = "default"
         self.token = "token-of-the-fake-server"
         self.prompt_logprob = -1.5
-        """Of every token at temperature 1."""
+        """Log-prob of every prompt token at temperature 1."""
         self.bodies: list[dict[str, Any]] = []
-        """Of the completions asked for, but those that look at the log-probs of a prompt."""
+        """Bodies of all requests for completions, except those for the log-probs of a prompt."""
         self.resets: list[str] = []
         """The queries of `/reset_prefix_cache`."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
@@ -34,13 +34,13 @@ class FakeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; connections are refused and cut off."""
+        """Stop the server: open connections get no answer, and new ones are refused."""
         self.change = lambda path, body, answer: None
         self._server.shutdown()
         self._server.server_close()
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer | None:
-        """Return the answer to a request."""
+        """Return the answer to a request after `change`; None: hang up."""
         if path == "/update_weight_version":
             self.label = body["new_version"]
         answers: dict[str, Any] = {
@@ -61,7 +61,7 @@ class FakeServer:
 
 
 def completion(num_tokens: int, *, logprob: float = -0.5, finish_reason: str = "length") -> Any:
-    """A response of token 5."""
+    """Return the body of a completion: `num_tokens` times token 5."""
     return {
         "choices": [
             {

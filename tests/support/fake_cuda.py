@@ -1,8 +1,8 @@
 """Trace whole optimizer steps on tensors that say they are on CUDA, on a machine without a GPU and without CUDA.
 
 `python -m tests.support.fake_cuda CASES` reads recipes and models, and prints what their steps would do on a GPU.
-torch's fake tensors have no values, and so need no device: only autograd's engine asks for one, and finds that of
-fake_cuda.cpp (`environ`), which has to be there before torch starts.
+torch's fake tensors have no values and need no device. Only autograd's engine asks for a device: it gets the one of
+fake_cuda.cpp, which must be preloaded before torch starts (`environ`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 def environ(folder: Path) -> dict[str, str]:
-    """Compile the device into `folder`; return the environment of a process that has it."""
+    """Compile fake_cuda.cpp into `folder`; return an environment that preloads it into a process."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -67,20 +67,20 @@ def environ(folder: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Seen:
-    """What ops did, counted by the line of the trainer that asked for them: `file.py: code`."""
+    """Counts of what torch ops did; the first three by the trainer's line that called them, `file.py: code`."""
 
     waits: Counter[str] = field(default_factory=Counter)
-    """The host waited for the device, to read a value."""
+    """Reads of a value, for which the host waits for the device."""
     blocking_copies: Counter[str] = field(default_factory=Counter)
-    """It waited to write one: a copy that is not asynchronous, or an op on the device with a tensor of the CPU."""
+    """Writes for which the host waits: synchronous copies, and ops on the device with a CPU tensor."""
     on_cpu: Counter[str] = field(default_factory=Counter)
     """Tensors that the model's ops left on the CPU."""
     products: Counter[str] = field(default_factory=Counter)
-    """Matrix products by dtype."""
+    """Matrix products by op and dtype."""
     attention: Counter[str] = field(default_factory=Counter)
     """Attention by op and dtype."""
     float64_elements: int = 0
-    """Of the largest tensor in float64."""
+    """Number of elements of the largest float64 tensor."""
     ops: set[str] = field(default_factory=set)
 
     def as_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Seen:
 
 
 class FakeCuda(FakeDevice):
-    """A fake device whose tensors are on CUDA: between it and the CPU nothing moves unseen."""
+    """A fake CUDA device that counts every transfer between it and the CPU in `seen`."""
 
     type = "cuda"
 
@@ -150,7 +150,7 @@ class FakeCuda(FakeDevice):
 
 
 def _line() -> str:
-    """Return the innermost line of the trainer's own code that is being run."""
+    """Return the innermost line of the trainer's own code on the call stack, as `file.py: code`."""
     frame: Any = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -161,7 +161,7 @@ def _line() -> str:
 
 
 class _Stream:
-    """A stream or an event of a device that does nothing."""
+    """A CUDA stream or event that does nothing."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -174,7 +174,7 @@ class _Stream:
 
 @contextmanager
 def no_driver() -> Iterator[None]:
-    """Answer what torch would ask the driver."""
+    """Patch torch for the block, so that it needs no CUDA driver and sees eight GPUs."""
     answers = {
         "current_device": lambda: 0,
         "set_device": lambda _device: None,
@@ -199,7 +199,7 @@ def no_driver() -> Iterator[None]:
 
 
 class Lookup:
-    """In place of `LogprobModel`, for what comes after the model: log-probs are one look-up in the head."""
+    """Replaces `LogprobModel` where only the code after the model matters: log-probs are one look-up in the head."""
 
     def __init__(self, model: Any, **_kwargs: Any) -> None:
         self.model, self._weight = model, model.get_output_embeddings().weight
@@ -216,7 +216,7 @@ class Lookup:
 
 
 def trace(recipe: Recipe, config: dict[str, Any]) -> dict[str, Any]:
-    """Trace a step and a snapshot of the whole model; return its bytes, and what was seen during both."""
+    """Trace a step and a weight snapshot of the whole model; return its bytes, and the `Seen` of each part."""
     device, found, original = FakeCuda(), {}, step.measured
 
     def measured(learning: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int]:
@@ -241,7 +241,7 @@ def trace(recipe: Recipe, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print one JSON object: the trace of each case by its name, or its `error`."""
+    """Print one JSON object: case name -> its trace, or its `error`."""
     cases, traces = json.loads(Path(sys.argv[1]).read_text()), {}
     for name, case in cases.items():
         with no_driver(), ExitStack() as stack:

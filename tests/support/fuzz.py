@@ -1,4 +1,4 @@
-"""Schemathesis over real HTTP: requests made from an OpenAPI document, and what every answer must be."""
+"""Schemathesis over real HTTP: random requests from an OpenAPI document, and checks of every answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _msgpack(_: SerializationContext, value: Any) -> Any:
 
 
 def errors_are_problems(_: CheckContext, response: Response, case: Case) -> None:
-    """Every error is a problem document whose status is that of the response and whose detail says something."""
+    """Check that every error is a problem document with the response's status and a detail that is not empty."""
     if response.status_code < 400:
         return
     content_type = response.headers.get("content-type", [""])[0]
@@ -43,7 +43,7 @@ def errors_are_problems(_: CheckContext, response: Response, case: Case) -> None
 
 
 def what_does_not_fit_is_refused(ctx: CheckContext, response: Response, case: Case) -> bool | None:
-    """A request that breaks the document is not answered with success; 413 refuses it, too."""
+    """Check that a request that breaks the document gets no success; 413 counts as a refusal."""
     return None if response.status_code == 413 else negative_data_rejection(ctx, response, case)
 
 
@@ -58,7 +58,7 @@ CHECKS = [
 
 
 def load_schema(document: Mapping[str, Any]) -> Any:
-    """The document as schemathesis reads it; bearer tokens are for other tests, the server here asks for none."""
+    """Return the document as a schemathesis schema, without security: the servers under test ask for no token."""
     open_to_all = deepcopy(dict(document))
     open_to_all["components"].pop("securitySchemes")
     for methods in open_to_all["paths"].values():
@@ -68,7 +68,7 @@ def load_schema(document: Mapping[str, Any]) -> Any:
 
 
 def operations(document: Mapping[str, Any]) -> list[Any]:
-    """One pytest parameter, (path, method), per operation of the document, by operation id."""
+    """Return one pytest parameter (path, method) per operation of the document, with the operation id as its id."""
     found = []
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -87,16 +87,16 @@ def fuzz(
     always: Change | None = None,
     anything_fits: bool = False,
 ) -> None:
-    """Send what fits the document and what does not, and check every answer.
+    """Send requests that fit the document and requests that break it, and check every answer.
 
     Args:
-        known: puts values that exist (tokens, ids) into a request, which chance would never find; done to about half of
-            the requests that fit.
+        known: puts existing tokens and ids into a request, which chance would never find; it is called for about half
+            of the requests that fit.
         always: changes every request, for example to shorten waits.
-        anything_fits: no request breaks the document (a body of any bytes), so none is made that does.
+        anything_fits: whether no request can break the document (a body of any bytes); then only fitting ones are sent.
 
     Raises:
-        AssertionError, schemathesis.core.failures.FailureGroup: some answer is not what it should be; with the request.
+        AssertionError, schemathesis.core.failures.FailureGroup: a check failed; with the request.
     """
     operation = schema[path][method.upper()]
     limits = settings(

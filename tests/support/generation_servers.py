@@ -1,4 +1,4 @@
-"""The server behind the `openai` engine, a real vLLM, as a client beside the engine sees it."""
+"""Runs a real vLLM server for the `openai` engine, with a second client for tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Served:
     token: str
 
     def read(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """Get a document, or post JSON for it."""
+        """Get a path, or post JSON to it; return the text of the answer."""
         headers = {"content-type": "application/json", "authorization": f"Bearer {self.token}"}
         encoded = None if body is None else json.dumps(body).encode()
         return (
@@ -42,11 +42,11 @@ class Served:
         )
 
     def load_beside(self, folder: Path) -> None:
-        """Load a model folder and leave the label as it is, as a second searcher or a broken reload would."""
+        """Load a model folder without changing the label, as a second searcher or a broken reload would."""
         self.read("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
     def num_generated(self) -> float:
-        """Return the tokens that it has generated for all requests."""
+        """Return how many tokens the server has generated for all requests."""
         lines = self.read("/metrics").splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
@@ -57,7 +57,7 @@ class Served:
 
 @contextmanager
 def run_server(command: Sequence[str], log: Path, *, url: str, environ: dict[str, str], token: str) -> Iterator[None]:
-    """Run a server's process within the block, from when it is healthy on."""
+    """Run a server's process for the block; the block begins when the server is healthy."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=os.environ | environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

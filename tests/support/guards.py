@@ -11,7 +11,7 @@ M = TypeVar("M", bound=StrictModel)
 
 
 def make_guards(**settings: Any) -> GuardsSection:
-    """Return a section; a key in small letters that it does not have is one of its constants."""
+    """Return a guards section. A setting that is no field overrides the constant of the same name in capitals."""
     usual = GuardsSection()
     alarms = {
         name: _with_constants(type(getattr(usual, name)), value) if isinstance(value, dict) else value

@@ -22,7 +22,7 @@ RUN_INFO: dict[str, Any] = {
     "waits": [],
     "evals": [],
 }
-"""GET /v1/run."""
+"""The answer to GET /v1/run."""
 
 
 def run_info(**changes: Any) -> RunInfo:
@@ -42,7 +42,7 @@ def searcher(name: str, version: str, *, alive: bool = True) -> ComponentInfo:
 
 
 def entry(step: int, *, lineage: int = 1, at_s: float, wait_s: float = WAIT_S, abandoned: bool = False) -> LedgerEntry:
-    """Its trainer has trained since t = 0 s, and has waited `WAIT_S` per step in all but a long wait before step 1."""
+    """Return a ledger entry of a trainer that has trained since t = 0 s; its waits total 50 s + `WAIT_S` per step."""
     return LedgerEntry(
         lineage=lineage,
         step=step,
@@ -95,7 +95,7 @@ def stats() -> Stats:
 
 
 def history(**changes: object) -> History:
-    """Ten steps of one second each from t = 101 s; services started at t = 90 s; the first wait was 3 s."""
+    """Return a run of ten steps, one per second from t = 101 s; services started at t = 90 s, step 1 waited 3 s."""
     steps = [entry(1, at_s=101.0, wait_s=3.0), *(entry(step, at_s=100.0 + step) for step in range(2, 11))]
     base: dict[str, Any] = {
         "seed": 3,

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: what `huggingface_hub` asks to download a snapshot, no more."""
+"""A Hugging Face hub on loopback, with only the routes that `huggingface_hub` needs to download a snapshot."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class HubServer:
     def __init__(self, repositories: dict[str, Path], *, gated: frozenset[str] = frozenset()) -> None:
         self.repositories, self.gated = repositories, gated
         self.lost_bytes = 0
-        """So many bytes less are sent of every file than its description says."""
+        """How many bytes more the description of every file says than are sent."""
         self.downloads: list[str] = []
-        """Path of every file that was sent."""
+        """Name of every file that was sent."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -108,5 +108,5 @@ def _digest(text: str) -> str:
 
 
 def commit_of(name: str) -> str:
-    """The one commit of a repository, by its key in `HubServer.repositories`."""
+    """Return the only commit of a repository, by its key in `HubServer.repositories`."""
     return _digest(f"commit of {name}")

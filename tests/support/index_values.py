@@ -17,7 +17,7 @@ from tba.versions import START, PolicyVersion
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """The fields of one rollout's record. A reward of none with status `scored` is 0."""
+    """The fields of one rollout's record; `reward` counts only with the status `scored`."""
 
     prompt: int = 0
     reward: float = 0.0
@@ -27,7 +27,7 @@ class Item:
 
 
 def make_added(first_position: int, items: Sequence[Item]) -> RolloutsAdded:
-    """A push. The id of a rollout is a function of its position."""
+    """Return the event of a push; the ids of its rollouts follow from their positions (`rollout_id_at`)."""
     records = np.zeros(len(items), dtype=RECORD_DTYPE)
     for number, item in enumerate(items):
         position = first_position + number
@@ -46,17 +46,16 @@ def make_added(first_position: int, items: Sequence[Item]) -> RolloutsAdded:
 
 
 def rollout_id_at(position: int) -> bytes:
-    """The id that `make_added` gives."""
+    """Return the id that `make_added` gives to the rollout at a position."""
     return hashlib.md5(str(position).encode(), usedforsecurity=False).digest()
 
 
 def make_evicted(position: int, positions: Sequence[int], reason: str = "max_rollouts") -> Evicted:
-    """An eviction."""
     return Evicted(position, np.array(positions, dtype="<u8"), reason)
 
 
 def make_rescored(position: int, items: dict[int, Item]) -> Rescored:
-    """New rewards, sizes and statuses of the rollouts at some positions."""
+    """Return the event that gives rollouts new rewards, sizes and statuses; `items` has them by log position."""
     changes = np.zeros(len(items), dtype=CHANGE_DTYPE)
     for number, (at, item) in enumerate(items.items()):
         reward = item.reward if item.status == "scored" else float("nan")
@@ -65,7 +64,7 @@ def make_rescored(position: int, items: dict[int, Item]) -> Rescored:
 
 
 def make_index(*events: Event, **settings: Any) -> Index:
-    """An index after these events."""
+    """Return an index to which these events were applied."""
     index = Index(IndexSettings(**settings))
     for event in events:
         index.apply(event)
@@ -73,19 +72,19 @@ def make_index(*events: Event, **settings: Any) -> Index:
 
 
 def make_sampling(*, inverse_temperature: float = 0.0, **changes: Any) -> SamplingSection:
-    """Settings of draws: one slot of two rollouts, from all of them, unless `changes` say otherwise."""
+    """Return sampling settings: by default one slot of two rollouts, drawn from all rollouts."""
     plain = {"prompts_per_batch": 1, "group_size": 2, "most_on_policy_prob": 0.0}
     return SamplingSection(reward_inverse_temperature=inverse_temperature, **{**plain, **changes})
 
 
 def index_of(rewards: Sequence[Sequence[float]], **settings: Any) -> Index:
-    """An index whose prompt p has rollouts with rewards[p]; one prompt after the other."""
+    """Return an index in which prompt p has one rollout per reward in rewards[p], added prompt by prompt."""
     items = [Item(prompt=prompt, reward=reward) for prompt, group in enumerate(rewards) for reward in group]
     return make_index(make_added(1, items), **settings)
 
 
 def fingerprint(index: Index) -> tuple[object, ...]:
-    """Everything that an index knows, comparable between two that read the same log."""
+    """Return the whole state of an index, to compare two indexes that read the same log."""
     state = index.checkpoint()
     prompts = np.flatnonzero(index.live_counts).tolist()
     return (

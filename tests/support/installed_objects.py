@@ -1,4 +1,4 @@
-"""A server that answers what Helm's `lookup` asks of a Kubernetes API, and the kubeconfig that leads Helm to it."""
+"""A server with the part of the Kubernetes API that Helm's `lookup` uses, and a kubeconfig for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "scheduling.k8s.io/v1": ("PriorityClass",),
 }
-"""Group version -> what the chart makes or looks up of it."""
+"""Group version -> the kinds of it that the chart makes or looks up."""
 OF_CLUSTER = {"PriorityClass"}
 """Kinds that have no namespace."""
 SERVICE = {
@@ -38,7 +38,7 @@ ENDPOINTS = {
 
 @contextmanager
 def cluster_with(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path]:
-    """A cluster in which these objects are; yields the kubeconfig."""
+    """Run a server for a cluster with these objects; yield the path of its kubeconfig."""
     answers = _answers(objects)
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,7 +79,7 @@ def cluster_with(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Pa
 
 
 def _answers(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Path -> document: the version, discovery, every object, and the lists that have them."""
+    """Return the answers by path: version, API discovery, every object, and the lists of objects."""
     found: dict[str, Any] = {"/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"}}
     found["/api"] = {"kind": "APIVersions", "versions": ["v1"]}
     groups = []

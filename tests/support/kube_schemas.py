@@ -57,7 +57,7 @@ def _cached(filename: str, desired_version: str) -> Any:
 
 
 def problems(manifest: dict[str, Any], version: str) -> str | None:
-    """Check a manifest with the strict schema of a release; None: it fits."""
+    """Validate a manifest with the strict schema of a release; return what is wrong, or None."""
     utils.schema_contents = _cached  # the package reads 2 MB again for every manifest
     try:
         utils.validate(manifest, version, strict=True)
@@ -70,7 +70,7 @@ def problems(manifest: dict[str, Any], version: str) -> str | None:
 
 
 def fields_in(node: Any) -> set[str]:
-    """Names of all fields, without the keys of maps that are data."""
+    """Return the names of all fields in a manifest, without the keys of maps such as labels."""
     if isinstance(node, list):
         return set().union(*(fields_in(child) for child in node))
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Learners of tiny models, and the state that a checkpoint has beside its tensors."""
+"""Learners of tiny models, and the part of a checkpoint that is not tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.trainer_values import make_recipe
 
 
 def make_learner(folder: Path, **sections: dict[str, Any]) -> Learner:
-    """A learner of the model in the folder; `sections` override the recipe."""
+    """Return a learner of the model in the folder; `sections` override the recipe."""
     recipe = make_recipe(folder, **sections)
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     return Learner(model, recipe, np.random.default_rng(0))
 
 
 def move(learner: Learner, *, seed: int = 1) -> Learner:
-    """The same learner with theta away from where it was."""
+    """Add random noise to a learner's parameters; return the learner."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in learner.model.parameters():
@@ -33,20 +33,20 @@ def move(learner: Learner, *, seed: int = 1) -> Learner:
 
 
 def gradient(learner: Learner, batch: Batch, ages: list[int] | None = None) -> torch.Tensor:
-    """The gradient of a batch."""
+    """Compute the gradients of a batch; return them as one flat tensor."""
     learner.gradients(batch, step=1, policy_ages=ages or [0] * len(batch.rollouts))
     return torch.cat([p.grad.flatten() for p in learner.model.parameters()])
 
 
 def token_logprobs(model: Any, rollout: Rollout, temperature: float = 1.0) -> np.ndarray:
-    """The log-probs of a rollout's response tokens under a model."""
+    """Return the log-probs [R] of a rollout's response tokens under a model."""
     sequences = pack_sequences([rollout.prompt_tokens], [rollout.response_tokens], "cpu")
     with torch.no_grad():
         return LogprobModel(model, temperature=temperature).token_logprobs(sequences).numpy()
 
 
 def make_state(version: str, learner: Learner | None = None) -> TrainerState:
-    """The state of a checkpoint; of a learner that makes no random choice, if there is none."""
+    """Return the state of a checkpoint; without a learner its reference is 0-0 and its `rng` is empty."""
     return TrainerState(
         run="demo",
         version=version,

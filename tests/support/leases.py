@@ -1,4 +1,4 @@
-"""Asking a buffer for work, and doing it."""
+"""Short calls of a buffer for tests: lease, fulfil a lease, request an evaluation, draw and ack a batch."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ def fulfil(client: BufferClient, lease: Lease, num: int | None = None, searcher_
 
 
 def request_eval(client: BufferClient, lineage: LineageReply, version: str = "0-0", num_prompts: int = 3) -> EvalReply:
-    """An evaluation as the recipe says; that of `make_recipe` has two samples."""
+    """Request an evaluation of a version; with the recipe of `make_recipe` it takes two samples per prompt."""
     return client.request_eval(EvalRequest(version=version, token=lineage.token, num_prompts=num_prompts))
 
 
 def draw(client: BufferClient, lineage: LineageReply, step: int = 1, wait_s: float = 0.0) -> Batch:
-    """The batch of a step."""
     request = {"lineage": lineage.lineage, "step": step, "token": lineage.token, "wait_s": wait_s}
     return client.draw_batch(BatchRequest(trainer_id="t", **request))
 
 
 def make_step(client: BufferClient, lineage: LineageReply, step: int = 1, **fields: Any) -> Batch:
-    """Draw the batch of a step and ack it; `fields` are of the ack."""
+    """Draw the batch of a step and ack it; `fields` are more fields of the ack. Return the batch."""
     batch = draw(client, lineage, step, wait_s=2.0)
     client.ack(batch.batch_id, AckRequest(lineage=lineage.lineage, step=step, token=lineage.token, **fields))
     return batch

@@ -10,7 +10,7 @@ LISTEN = "0A"
 
 
 def listening_ports(pid: int) -> list[int]:
-    """Ports of the process itself, without its children."""
+    """Return the ports on which the process itself listens, not its children."""
     inodes: set[str] = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

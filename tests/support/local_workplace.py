@@ -75,7 +75,10 @@ class Workplace:
         return self.tba("run", "recipe.toml", *words, **environ)
 
     def refused(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`tba run` with what is refused before a child is started: in this process, which saves the imports."""
+        """Call `tba run` in this process, which saves the imports, and assert exit code 2.
+
+        It is for arguments that are refused before a child is started.
+        """
         from tba_cli.main import main
 
         out, err = io.StringIO(), io.StringIO()
@@ -98,7 +101,7 @@ class Workplace:
         return started
 
     def children(self) -> list[int]:
-        """Processes that name this run folder in their command line or, like Redis, work in it."""
+        """Return the ids of processes with this run folder in their command line, or as working folder (Redis)."""
         found, name = [], str(self.folder)
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -114,7 +117,7 @@ class Workplace:
         return found
 
     def close(self) -> None:
-        """Kill the supervisors that a failed test left behind; their children follow."""
+        """Kill the supervisors that a failed test left running; their children end with them."""
         for started in self.started:
             with contextlib.suppress(ProcessLookupError):
                 started.kill()

@@ -1,4 +1,4 @@
-"""Gold answers and responses with a verdict from elsewhere, and the verdict of the scorer.
+"""Gold answers and responses with a verdict from a reader or another project's tests, and the scorer's verdict.
 
 hard_pairs.tsv           made by hand for tba: class, verdict of a careful reader, gold answer, response; a fifth field
                          is the scorer's verdict where it is known to differ. `¶` stands for a new line.
@@ -40,7 +40,7 @@ class Pair:
 
 
 def hard_pairs() -> list[Pair]:
-    """The pairs made by hand."""
+    """Return the pairs that were made by hand."""
     pairs = []
     for line in (DATA / "hard_pairs.tsv").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -52,7 +52,7 @@ def hard_pairs() -> list[Pair]:
 
 
 def math_verify_cases() -> list[Pair]:
-    """The cases of math-verify's tests, by the test that has them."""
+    """Return the cases of math-verify's tests; `kind` is the test that has the case."""
     pairs = []
     for line in (DATA / "math_verify_cases.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -69,7 +69,7 @@ def math_verify_cases() -> list[Pair]:
 
 
 def scorer_verdict(pair: Pair, *, extract: str) -> str:
-    """Return the verdict of kind `math`: `right`, `wrong` or `unknown`."""
+    """Return the verdict of the scorer kind `math` on a pair: `right`, `wrong` or `unknown`."""
     item = Item(prompt="", response=pair.response, data={"answer": pair.gold})
     outcome = outcome_of(score, item, params_of(MathSpec.model_validate({"kind": "math", "extract": extract})))
     return "unknown" if isinstance(outcome, Failure) else VERDICTS[outcome]

@@ -9,12 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def metrics_of(url: str) -> list[Metric]:
-    """Its families."""
+    """Return the metric families that a service exposes."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         return list(text_string_to_metric_families(answer.read().decode()))
 
 
 def values(url: str, name: str) -> dict[tuple[str, ...], float]:
-    """Values of the labels, in the order in which they are shown -> value of one metric."""
+    """Return the values of one metric: label values, in the order of exposition, -> value."""
     samples = [sample for family in metrics_of(url) for sample in family.samples if sample.name == name]
     return {tuple(sample.labels.values()): sample.value for sample in samples}

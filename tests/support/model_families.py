@@ -1,4 +1,4 @@
-"""Tiny random models of the families that the trainer knows to pack, and of some that it does not."""
+"""Tiny random models: of all families whose sequences the trainer can pack, and of some that it must pad."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PADDED = MappingProxyType(
 
 
 def make_family_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model in eval mode; weights are a function of the name."""
+    """Return a random model in eval mode; the same name always gives the same weights."""
     config = AutoConfig.for_model(
         name.partition(" ")[0],
         **{**PACKED, **PADDED}[name],

@@ -1,4 +1,4 @@
-"""A folder that looks like a model in Hugging Face format and is read without torch."""
+"""A folder in the layout of a Hugging Face model, for tests that do not load it with torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 
 def make_model_folder(folder: Path, *, seed: int = 0) -> Path:
-    """Config, tokenizer and one small file of weights, a function of the seed."""
+    """Write config, tokenizer and one small file of weights, which follow from the seed; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4}))
     (folder / "tokenizer.json").write_text("{}")

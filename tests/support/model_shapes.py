@@ -1,4 +1,4 @@
-"""The sizes of the models that the shipped recipes name, as the hub tells them."""
+"""The shapes of the models that the shipped recipes name, as the hub gives them."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ SHAPES = {
     "models/Llama-3.1-8B-Instruct": _LLAMA_8B,
     "models/Llama-Guard-3-8B": _LLAMA_8B,
 }
-"""Folder in the recipe -> the model's sizes."""
+"""Folder in the recipe -> the model's shape."""

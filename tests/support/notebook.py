@@ -1,6 +1,6 @@
 """Run the code cells of a notebook in order, as Jupyter does but without it: `python -m tests.support.notebook FILE`.
 
-The sources of functions stay readable, the module is `__main__`, and an event loop runs around every cell.
+As in Jupyter, `inspect` finds the source of functions, the module is `__main__`, and an event loop is running.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 async def run_cells(path: Path) -> None:
-    """Run them; the first error ends it."""
+    """Run all code cells of a notebook; stop at the first error."""
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -27,14 +27,14 @@ VOCAB, MAX_TOKENS = 9, 16
 
 
 def objective_of(preset: str, **fields: Any) -> Objective:
-    """The resolved objective of a preset with overrides; what is no key of a recipe is a part of the preset."""
+    """Return the resolved objective of a preset. `fields` override recipe keys, or else parts of the preset."""
     constants = {name: fields.pop(name) for name in {*fields} - {*ObjectiveSection.model_fields}}
     found = resolve(ObjectiveSection.model_validate({"preset": preset, **fields}), max_response_tokens=MAX_TOKENS)
     return replace(found, parts=replace(found.parts, **constants))
 
 
 def weighted_loss(sequences: Sequences, tokens: Tokens, settings: Objective, beta: float) -> Tensor:
-    """An objective from outside that reads everything: log-probs of all rollouts, ages, lengths, settings."""
+    """A user's objective that reads all inputs: log-probs of all rollouts, ages, lengths and settings."""
     ratio = sequences.logprob - sequences.ref_logprob
     advantage = sequences.reward - beta * (ratio - ratio.mean()) / (1 + sequences.policy_age)
     weight = (tokens.logprobs.detach() - tokens.sampler_logprobs).exp().clamp(max=settings.importance_clamp)
@@ -56,9 +56,9 @@ class Problem:
     group: Tensor
     prompt_lengths: Tensor
     recomputed: tuple[Tensor, ...]
-    """What the trainer computes again for the policy that sampled, per token."""
+    """The trainer's recomputed log-probs of the policy that sampled, per token."""
     ref_tokens: tuple[Tensor, ...]
-    """Log-probs of the reference per token, where they matter; `ref` has their sums."""
+    """Ref log-probs per token; `ref` has their sums."""
 
     @property
     def num_rollouts(self) -> int:
@@ -89,19 +89,19 @@ class Problem:
         )
 
     def logprobs(self, row: int) -> Tensor:
-        """Per token, with gradient."""
+        """Return the trainer log-probs of a rollout's tokens, with gradient."""
         tokens = self.tokens[row]
         return self.theta.log_softmax(1)[torch.arange(len(tokens)), tokens]
 
     def logprob(self) -> Tensor:
-        """[N] sequence sums, with gradient."""
+        """Return the sums [N] of the trainer log-probs per rollout, with gradient."""
         return torch.stack([self.logprobs(row).sum() for row in range(self.num_rollouts)])
 
     def sampler_logprob(self) -> Tensor:
         return torch.stack([values.sum() for values in self.sampler])
 
     def sequences(self, objective: Objective | None = None) -> Sequences:
-        """What `advantages` reads; the objective says which behaviour log-probs, and whether tokens are clamped."""
+        """Return the input of `advantages`; the objective decides the behaviour log-probs and the token clamp."""
         recomputes = objective is not None and objective.parts.old_policy == "trainer"
         behaviour = self.recomputed if recomputes else self.sampler
         logprob, sampler_logprob = self.logprob().detach(), torch.stack([values.sum() for values in behaviour])
@@ -127,7 +127,7 @@ class Problem:
         )
 
     def rows(self, rows: Sequence[int]) -> Problem:
-        """The same rollouts in this order (or some of them)."""
+        """Return the problem with only these rollouts, in this order."""
         index = torch.tensor(list(rows), dtype=torch.long)
         return replace(
             self,
@@ -145,7 +145,7 @@ class Problem:
     def loss(
         self, objective: Objective, *, beta: float, cuts: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, dict[str, float]]:
-        """The objective over micro-batches of these rows (one of all rows by default), and its metrics."""
+        """Return the loss summed over micro-batches of the rows in `cuts` (by default one of all), and its metrics."""
         advantage = advantages(self.sequences(objective), objective, beta=beta)
         total, sums = torch.zeros((), dtype=torch.float64), {}
         for rows in cuts or [range(self.num_rollouts)]:
@@ -162,7 +162,7 @@ class Problem:
 def make_problem(
     seed: int, *, sizes: Sequence[int] = (6,), drift: float = 0.3, age: int = 0, num_positions: int = 5
 ) -> Problem:
-    """Groups of these sizes with random lengths, rewards and reference; `drift` 0 is on-policy."""
+    """Return groups of these sizes with random lengths, rewards and ref log-probs; with `drift` 0 it is on-policy."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -193,6 +193,6 @@ def make_problem(
 
 
 def assert_same(left: Tensor, right: Tensor) -> None:
-    """Equal up to a relative error of 1e-6."""
+    """Assert that two tensors are equal up to a relative error of 1e-6 in norm."""
     assert float(right.detach().norm()) > 0
     assert float(((left - right).norm() / right.norm()).detach()) < 1e-6

@@ -1,4 +1,4 @@
-"""Simulated engines that hang, for `searcher.engine` of a searcher in a process of its own."""
+"""Simulated engines that hang, to be named in `searcher.engine` of a searcher process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ AN_HOUR_S = 3600.0
 
 
 class HangingEngine(SimulatedEngine):
-    """Does not come back from its first step."""
+    """An engine whose first step does not return for an hour."""
 
     def __init__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> None:
         super().__init__(folder, sorted(folder.glob("*.safetensors")), version, settings)
 
     def step(self) -> list[Completion]:
-        """Hang."""
         time.sleep(AN_HOUR_S)
         return []
 
 
 class LateEngine(HangingEngine):
-    """Takes an hour to start."""
+    """An engine that takes an hour to start."""
 
     def __init__(self, folder: Path, version: PolicyVersion, settings: EngineSettings) -> None:
         super().__init__(folder, version, settings)

@@ -1,8 +1,8 @@
 """The enumerable task: 64 outcomes (vocabulary 4, length 3), exact expected gradients, one prompt.
 
-Where does an objective converge? A group is every pair of outcomes (K = 2), weighted by its probability under the
-behaviour policy: an infinite batch. The code that is run is the trainer's (`advantages`, `objective_loss`). The answer
-is the total variation between the trained policy and pi*, proportional to pi_ref exp(r / beta).
+Where does an objective converge? Every pair of outcomes is a group (K = 2), weighted by its probability under the
+behaviour policy, as in an infinite batch. The loss is the trainer's own code (`advantages`, `objective_loss`). The
+answer is the total variation between the trained policy and pi*, which is proportional to pi_ref exp(r / beta).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST, _SECOND = torch.combinations(torch.arange(NUM_OUTCOMES), with_replacemen
 _PAIRS = torch.stack([_FIRST, _SECOND], dim=1).flatten()  # [2 * 2080]
 _PAIR_NUMBER = torch.arange(len(_FIRST)).repeat_interleave(2)
 _TIMES = torch.where(_FIRST == _SECOND, 1.0, 2.0).double()
-"""Number of times that an unordered pair occurs among the ordered ones."""
+"""How many ordered pairs each unordered pair stands for."""
 _TOTALS = Totals(num_rollouts=len(_PAIRS), num_tokens=LENGTH * len(_PAIRS), num_groups=len(_FIRST))
 
 Behaviour = Literal["on-policy", "lag", "uniform", "stale"]
@@ -35,10 +35,10 @@ Behaviour = Literal["on-policy", "lag", "uniform", "stale"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One source of the data.
+    """One behaviour policy that the data comes from.
 
-    `on-policy`: theta itself. `lag`: theta of `age` steps ago. `uniform`, `stale`: fixed policies, said to be `age`
-    steps old; `stale` is another random policy than the starting one.
+    `on-policy`: theta itself. `lag`: theta of `age` steps ago. `uniform`, `stale`: fixed policies with the policy age
+    `age`; `stale` is a random policy other than the starting one.
     """
 
     behaviour: Behaviour
@@ -55,7 +55,7 @@ class Tabular:
         ]
 
     def token_logprobs(self) -> Tensor:
-        """log pi of every token of every outcome, [64, 3]."""
+        """Return log pi of every token of every outcome, [64, 3]."""
         prefix, columns = torch.zeros(NUM_OUTCOMES, dtype=torch.long), []
         for i, table in enumerate(self.tables):
             columns.append(table.log_softmax(1)[prefix, OUTCOMES[:, i]])
@@ -64,13 +64,12 @@ class Tabular:
 
     @torch.no_grad()
     def become(self, other: Tabular) -> None:
-        """Take the other's values."""
+        """Copy the logits of another policy."""
         for table, source in zip(self.tables, other.tables, strict=True):
             table.copy_(source)
 
 
 def rewards() -> Tensor:
-    """The reward of every outcome."""
     return torch.tensor(np.random.default_rng(11).random(NUM_OUTCOMES))
 
 
@@ -148,6 +147,6 @@ def _expected_loss(
 
 
 def _log_ratio(logprobs: Tensor, reference: Tensor, objective: Objective) -> Tensor:
-    """Return the sequence log-ratio to the reference, its tokens clamped as the objective has it. [outcomes]"""
+    """Return the sequence log-ratio to the reference [outcomes], with the objective's clamp per token."""
     limit = objective.parts.log_ratio_token_clamp if objective.clamps_tokens else None
     return (logprobs - reference).clamp(-(limit or torch.inf), limit or torch.inf).sum(1)

@@ -1,4 +1,4 @@
-"""A run with everything that the live page shows, one text of which is markup."""
+"""A run with data for every part of the live page; one response text contains HTML markup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTACK = (
 
 
 def rollouts(step: int) -> list[Rollout]:
-    """Four rollouts of three prompts each; the policy grows better with the step."""
+    """Return four rollouts of each of three prompts; rewards grow with the step and begin anew every five steps."""
     return [
         make_rollout(
             f"train-{prompt}",
@@ -33,7 +33,7 @@ def rollouts(step: int) -> list[Rollout]:
 
 
 def train(client: BufferClient) -> None:
-    """A run of NUM_STEPS steps with everything that the page shows."""
+    """Push, draw and ack NUM_STEPS steps with metrics, then push a failed rollout and a heartbeat for the page."""
     client.upload_prompts(make_prompts(4, 2))
     lineage = start_lineage(client)
     for step in range(NUM_STEPS):

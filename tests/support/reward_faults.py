@@ -1,4 +1,4 @@
-"""Rules that misbehave in every way in which a scorer can; `response` says how."""
+"""Scorer functions that misbehave in every possible way; an item's `response` names the way."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StubbornError(Exception):
 
 
 def prepare(params: Params) -> None:
-    """Remember that this was called; take as long as `params` say."""
+    """Sleep for `load_s` of the params, then record the call in LOADED."""
     time.sleep(params.get("load_s", 0.0))
     LOADED.append(params)
 
 
 def prepare_badly(params: Params) -> None:
-    """Do what `params` say instead of loading."""
+    """Misbehave as `how` of the params says, instead of loading."""
     misbehave(Item(prompt="", response=params["how"], data=params), {})
 
 
@@ -42,12 +42,12 @@ def num_loaded(item: Item, params: Params) -> float:
 
 
 def misbehave_together(items: Sequence[Item], params: Params) -> list[Any]:
-    """Do what each `response` says, one after the other."""
+    """Misbehave for each item as its `response` says, one after the other."""
     return [misbehave(item, params) for item in items]
 
 
 def misbehave(item: Item, params: Params) -> Any:
-    """Do what `response` says."""
+    """Misbehave as `response` says; return 0.5 for an unknown word. Append the process id to `pid_file` if given."""
     if "pid_file" in item.data:
         with Path(item.data["pid_file"]).open("a") as file:
             file.write(f"{os.getpid()}\n")

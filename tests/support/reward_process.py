@@ -21,8 +21,8 @@ class RewardProcess:
     """`python -m tba_reward` with a log beside its recipe; killed at the end of a `with` block.
 
     Args:
-        url: of the service, as the recipe has it.
-        environ: more variables.
+        url: URL of the service, as in the recipe.
+        environ: more environment variables of the process.
     """
 
     def __init__(self, recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -37,7 +37,7 @@ class RewardProcess:
         self.process.wait()
 
     def wait_ready(self) -> None:
-        """Wait until it answers `/readyz` well.
+        """Wait until it answers `/readyz` with 200.
 
         Raises:
             RuntimeError: it did not start.
@@ -50,14 +50,14 @@ class RewardProcess:
 
 
 def start_reward(folder: Path, environ: Mapping[str, str] = MappingProxyType({}), **section: Any) -> RewardProcess:
-    """Start a service whose recipe has this section `[reward]` and nothing else."""
+    """Start a service whose recipe has only the section `[reward]` with these settings; do not wait for it."""
     (folder / "recipe.json").write_text(json.dumps({"reward": {"port": (port := free_port()), **section}}))
     return RewardProcess(folder / "recipe.json", f"http://127.0.0.1:{port}", environ)
 
 
 @contextmanager
 def running_reward(folder: Path, **section: Any) -> Iterator[str]:
-    """Run a service with this section `[reward]` of its recipe; yield its address."""
+    """Run a service with these settings in `[reward]` until the end of the block; yield its URL when it is ready."""
     with start_reward(folder, **section) as service:
         service.wait_ready()
         yield service.url
@@ -65,14 +65,14 @@ def running_reward(folder: Path, **section: Any) -> Iterator[str]:
 
 @contextmanager
 def reward_of(recipe: Path, url: str, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Run the service of a recipe in a file."""
+    """Run the reward service of a recipe file until the end of the block, which begins when it is ready."""
     with RewardProcess(recipe, url, environ) as service:
         service.wait_ready()
         yield
 
 
 def is_ready(url: str) -> bool:
-    """Return True if a service answers `/readyz` well."""
+    """Return whether a service answers `/readyz` with 200."""
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=2) as response:
             return response.status == 200

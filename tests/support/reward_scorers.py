@@ -1,4 +1,4 @@
-"""Scorers with given answers, which record the items that they are asked for."""
+"""Scorers with given answers that record the items they are asked to score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = Callable[[Item], Outcome]
 
 
 class ScriptedScorer:
-    """Answers by a function; `gate` holds every answer back, `problem` is its health."""
+    """Answers by a function or with a constant. A cleared `gate` holds all answers back; `problem` is its health."""
 
     def __init__(self, answer: Answer | float | Failure, *, version: str = "v1") -> None:
         self.answer: Answer = answer if callable(answer) else lambda item: answer
@@ -27,7 +27,7 @@ class ScriptedScorer:
         self.gate.set()
         self.problem = "ok"
         self.start_errors: list[Exception] = []
-        """Exceptions of the next starts."""
+        """Exceptions that the next calls of `start` raise, one each."""
         self.num_starts = 0
         self.is_closed = False
 
@@ -56,7 +56,7 @@ def composition(
     is_inline: bool = False,
     is_required: bool = True,
 ) -> CompositeReward:
-    """A task of these components: scorer and settings (weight, gate) by name."""
+    """Return a task of these components: name -> (scorer, settings such as weight and gate)."""
     metrics = metrics or Metrics(CollectorRegistry())
     components = [
         RewardComponent(task, name, ExactSpec(kind="exact", **settings), scorer, metrics)
@@ -72,5 +72,5 @@ def item(response: str = "r", **data: Any) -> Item:
 
 
 def verdict(outcome: Outcome) -> float | str:
-    """The score, or the reason why there is none."""
+    """Return the score, or the reason of a failure."""
     return outcome.reason if isinstance(outcome, Failure) else outcome

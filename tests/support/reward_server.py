@@ -1,4 +1,4 @@
-"""A reward service whose answers a test decides, over real HTTP; it can be away, slow, busy or refuse."""
+"""A fake reward service over real HTTP: a test decides its answers, and makes it absent, slow, busy or refusing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Answer = float | str
 class RewardServer:
     """POST /v1/score and GET /v1/rewards.
 
-    `score` answers one item; `version` is that of every reward. With the `gate` closed (cleared) requests are taken and
-    held. `refusal` answers a whole request with another status.
+    `score` answers one item; `version` is the version of every reward. While `gate` is cleared, requests are accepted
+    and not answered. `refusal` can answer a whole request with another status and body.
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,18 @@ class RewardServer:
         self.gate = threading.Event()
         self.gate.set()
         self.requests: list[list[Item]] = []
-        """The items of every request that was taken up, in order."""
+        """The items of every accepted request, in order."""
         self.tokens: set[str | None] = set()
         self._server = self._listen(free_port())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @property
     def asked(self) -> list[Item]:
-        """All items that were taken up, in order."""
+        """All items of accepted requests, in order."""
         return [item for items in self.requests for item in items]
 
     def leave(self) -> None:
-        """Go away: connections are refused."""
+        """Stop listening, so that new connections are refused."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -52,7 +52,7 @@ class RewardServer:
         self._server = self._listen(self._server.server_port)
 
     def stop(self) -> None:
-        """End it, and answer what is held."""
+        """Answer the requests that are held, and stop listening."""
         self.gate.set()
         self.leave()
 

@@ -1,4 +1,4 @@
-"""Rollouts from arrays: the fields of a rollout hold the raw bytes."""
+"""Builds rollouts from arrays, because the fields of a rollout hold raw bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FIELDS = {
 
 
 def array_bytes(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a rollout, its arrays as bytes."""
+    """Return fields of a rollout, with arrays encoded and renamed to the fields that hold their bytes."""
     encoders = {name: FIELDS.get(name, (name, lambda value: value)) for name in fields}
     return {encoders[name][0]: encoders[name][1](value) for name, value in fields.items()}
 
 
 def replace(value: Value, **changes: Any) -> Value:
-    """A copy of a dataclass, or of a rollout, group or batch, with other fields."""
+    """Return a copy of a dataclass, rollout, group or batch with changed fields; arrays are allowed for rollouts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **changes)
     return msgspec.structs.replace(value, **array_bytes(changes))  # pyright: ignore[reportArgumentType]

@@ -29,13 +29,14 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tba-test", "AWS_SECRET_ACCESS_KEY": "tba-te
 READ_ONLY = {"AWS_ACCESS_KEY_ID": "tba-test-read", "AWS_SECRET_ACCESS_KEY": "tba-test-read-secret"}
 PROGRAM = Path(__file__).parents[2] / "deploy/objectstore/serve.py"
 SOCKETS, NEW_S = Path("/tmp"), 60.0
-"""Where SeaweedFS has sockets, whatever it is told; seconds within which the server of a socket begins to listen."""
+"""The folder of SeaweedFS's sockets, which no option changes; a socket's server listens within so many seconds."""
 CODES = {302: "Found", 403: "AccessDenied", 409: "ConditionalRequestConflict", 503: "SlowDown"}
 
 
 class S3Server:
-    """deploy/objectstore/serve.py as a child process, with CREDENTIALS and READ_ONLY but for the variable `without`;
-    objects are files below `folder`, so that they survive `kill`."""
+    """deploy/objectstore/serve.py as a child process, with the keys of CREDENTIALS and READ_ONLY.
+
+    `without` names a variable to leave out. Objects are files below `folder`, so they survive `kill`."""
 
     def __init__(self, folder: Path, *, without: str | None = None) -> None:
         self.port = free_port()
@@ -47,7 +48,7 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> int:
-        """Start, and return the process id without waiting."""
+        """Start the server and return its process id without waiting for it."""
         remove_dead_sockets()
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "log").open("ab") as log:
@@ -56,7 +57,7 @@ class S3Server:
         return self._process.pid
 
     def start(self, *, timeout_s: float = 180.0) -> None:
-        """Start, and wait until it answers."""
+        """Start the server and wait until it answers."""
         self.launch()
         assert self._process is not None
         deadline_s = time.monotonic() + timeout_s
@@ -77,7 +78,7 @@ class S3Server:
         raise AssertionError(f"the S3 server did not answer on port {self.port} within {timeout_s} s")
 
     def kill(self) -> None:
-        """SIGKILL, and remove the sockets that it leaves in SOCKETS."""
+        """Kill the server with SIGKILL, and delete the sockets that it leaves in SOCKETS."""
         if self._process is not None:
             kill_server(self._process)
             self._process = None
@@ -86,7 +87,6 @@ class S3Server:
                     path.unlink(missing_ok=True)
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket."""
         config = Config(s3={"addressing_style": "path"})
         client = Session().client("s3", endpoint_url=self.url, region_name="us-east-1", config=config)
         client.create_bucket(Bucket=name)
@@ -94,7 +94,7 @@ class S3Server:
 
 
 def store_environ(folder: Path, port: int) -> dict[str, str]:
-    """The environment of PROGRAM: it listens on `port` of the loopback, and its objects are files below `folder`."""
+    """Return the environment for PROGRAM: it listens on `port` on loopback, and stores objects below `folder`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return {
         **inherited,
@@ -109,8 +109,8 @@ def store_environ(folder: Path, port: int) -> dict[str, str]:
 
 
 def remove_dead_sockets(folder: Path = SOCKETS) -> None:
-    """Remove the sockets of servers that were killed together with the process that tested: nobody answers there. One
-    that was made a moment ago stays: its server may not listen yet."""
+    """Delete the sockets on which no server listens: the servers were killed together with their test process. Sockets
+    younger than NEW_S stay, because their server may not listen yet."""
     for path in folder.glob("seaweedfs-*.sock"):
         with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as connection:
             if time.time() - path.stat().st_mtime > NEW_S:
@@ -121,7 +121,7 @@ def remove_dead_sockets(folder: Path = SOCKETS) -> None:
 
 
 class LoopbackServer:
-    """Answers HTTP on a free port of loopback, each request in a thread."""
+    """Serves HTTP on a free loopback port, each request in its own thread."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -142,12 +142,12 @@ class LoopbackServer:
 
 
 class FaultyProxy(LoopbackServer):
-    """Forwards to an S3 server; `faults` holds what to do with the next requests, one each.
+    """Forwards requests to an S3 server; each of the next requests gets one fault from the list `faults`.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.
     "cut": forward, then send half of the body. "stall": forward, then send nothing for STALL_S. "trickle": forward,
-    then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: pass. Requests beyond the list pass. `drop_headers`
-    are not forwarded. `counts` has the faults that were served.
+    then send the body in TRICKLE_PARTS parts over TRICKLE_S. None: no fault, as for requests beyond the list.
+    `drop_headers` are not forwarded. `counts` counts the faults so far.
     """
 
     STALL_S, TRICKLE_S, TRICKLE_PARTS = 3.0, 3.0, 50

@@ -1,4 +1,4 @@
-"""Scoring in the background: a buffer beside a reward service whose answers the test decides."""
+"""A buffer that scores in the background, with a reward service whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Recipe sections of a buffer that scores with this reward service."""
+    """Return the recipe sections of a buffer that scores with this reward service."""
     merged = {**SECTIONS, "reward": {"url": reward.url}}
     for name, values in more.items():
         merged[name] = {**merged.get(name, {}), **values}
@@ -25,14 +25,14 @@ def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str
 
 
 def scored_buffer(serve_buffer: ServeBuffer, reward: RewardServer, **more: dict[str, Any]) -> BufferClient:
-    """Serve a buffer that scores with this reward service, and has prompts; return its client."""
+    """Serve a buffer that scores with this reward service, upload prompts, and return a client."""
     client = serve_buffer(**sections(reward, **more)).client()
     client.upload_prompts(make_prompts(4))
     return client
 
 
 def push(client: BufferClient, rollouts: list[Rollout]) -> list[str]:
-    """Return the outcome of each rollout."""
+    """Push rollouts; return the outcome of each."""
     return [outcome.outcome for outcome in client.push([encode_rollout(rollout) for rollout in rollouts]).outcomes]
 
 
@@ -46,7 +46,7 @@ def stored_rollouts(redis: RedisProcess) -> dict[bytes, Rollout]:
 
 
 def counters(redis: RedisProcess) -> dict[str, int]:
-    """The counters of the run."""
+    """Return the counters of the run in Redis."""
     from redis import Redis
 
     with Redis.from_url(redis.url) as client:
@@ -55,6 +55,6 @@ def counters(redis: RedisProcess) -> dict[str, int]:
 
 
 def statuses(client: BufferClient) -> tuple[int, int, int]:
-    """Stored rollouts that are scored, pending, failed."""
+    """Return how many stored rollouts are scored, pending and failed."""
     stats = client.stats()
     return stats.num_scored, stats.num_pending, stats.num_failed

@@ -1,4 +1,4 @@
-"""A searcher's loop in this process: real buffer, reward service over HTTP, embedded engine that a test may spoil."""
+"""A searcher's loop in this process: real buffer, reward service over HTTP, and an engine class that a test chooses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoopWorld:
 
     served: BufferThread
     client: BufferClient
-    """Another one than the loop's."""
+    """A client for the test; the loop has others."""
     lineage: LineageReply
     engine: EmbeddedEngine
     status: SearcherStatus
@@ -64,11 +64,11 @@ def start_loop_world(
     start_store: ObjectStore | None = None,
     **sections: Any,
 ) -> LoopWorld:
-    """Version 0-0 published and announced, prompts uploaded; the caller runs `loop.run()`.
+    """Publish and announce version 0-0, upload prompts, and build the loop; the caller runs `loop.run()`.
 
     Args:
-        store: What the loop pulls from; None: `store` in `folder`.
-        start_store: What version 0-0 is published to and pulled from; None: `store`.
+        store: the store that the loop pulls from; None: the folder `store` in `folder`.
+        start_store: the store that version 0-0 is published to and pulled from; None: `store`.
     """
     searcher = {**SEARCHER, **sections.pop("searcher", {})}
     served = serve_buffer(searcher=searcher, **sections)

@@ -1,4 +1,4 @@
-"""Everything around a searcher, real: Redis, buffer, reward service, a file store with published versions."""
+"""Real services around a searcher: Redis, buffer, reward service, and a file store with published versions."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def publish_version(
     base: LocalVersion | None = None,
     deltas: DeltaSettings | None = None,
 ) -> LocalVersion:
-    """Publish the model in `folder` the way the trainer does; `canary_shift` spoils the canary.
+    """Publish the model in `folder` as the trainer does; `canary_shift` is added to the canary, to spoil it.
 
-    With a `base` its tensors are published, one weight in fifty changed, as a delta where `deltas` allows one.
+    With a `base`, its tensors with one weight in fifty changed are published, as a delta if `deltas` allows it.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if base is not None:
@@ -99,15 +99,13 @@ class World:
 
     @property
     def client(self) -> BufferClient:
-        """A client of the buffer."""
         return self.stack.client
 
     def start_reward(self) -> subprocess.Popen[bytes]:
-        """Start the reward service."""
         return self._start("tba_reward", {})
 
     def start_searcher(self, searcher_id: str = "searcher-1", *, change: str = "") -> subprocess.Popen[bytes]:
-        """Start a searcher process; it executes `change` first."""
+        """Start a searcher process, which first executes the Python code in `change`."""
         environ = {"TBA_SEARCHER_ID": searcher_id}
         if change:
             folder = self.recipe_path.parent / "change"
@@ -117,20 +115,19 @@ class World:
         return self._start("tba_searcher", environ)
 
     def announce(self, version: PolicyVersion) -> None:
-        """Announce a published version."""
         self.client.announce_version(VersionRequest(version=str(version), token=self.lineage.token))
 
     def searcher(self, searcher_id: str = "searcher-1") -> ComponentInfo | None:
-        """The searcher as its last heartbeat showed it."""
+        """Return the searcher as its last heartbeat described it; None before the first one."""
         found = [item for item in self.client.run().components if item.component_id == searcher_id]
         return found[0] if found else None
 
     def log(self) -> str:
-        """Everything the processes wrote."""
+        """Return the output of all processes."""
         return self.recipe_path.with_suffix(".log").read_text()
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait for a condition; fails with the log after a minute."""
+        """Wait for a condition and return its value; after TIMEOUT_S fail with the log."""
         deadline = time.monotonic() + TIMEOUT_S
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -139,7 +136,6 @@ class World:
         return value
 
     def stop(self) -> None:
-        """End everything."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -152,7 +148,7 @@ class World:
 
 
 def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: int = 4, **sections: Any) -> World:
-    """Redis, buffer, prompts, and version 0-0 published and announced; the caller starts the rest and stops it all."""
+    """Start Redis and a buffer, upload prompts, publish and announce version 0-0; the caller stops the world."""
     searcher = {
         "num_slots": 8,
         "max_prompt_tokens": 24,
@@ -180,6 +176,6 @@ def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: i
 
 
 def sigterm(process: subprocess.Popen[bytes]) -> int:
-    """SIGTERM; returns the exit code."""
+    """Send SIGTERM to a process, and return its exit code."""
     process.send_signal(signal.SIGTERM)
     return process.wait(timeout=TIMEOUT_S)

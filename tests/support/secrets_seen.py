@@ -18,8 +18,8 @@ class Seen:
     """The secrets that one pod or service sees.
 
     Attributes:
-        sends: roles whose token it could send.
-        checks: True if it has the digests of all others.
+        sends: roles whose token it has, and so could send.
+        checks: whether it has the digests of all other roles' tokens.
         store: the keys of the object store: "read", "write", both for the store itself, or none.
         other: other secrets.
     """
@@ -49,34 +49,34 @@ SEEN = {
 
 
 def make_secrets(folder: Path, *args: str) -> str:
-    """Run deploy/make-secrets; returns what it prints."""
+    """Run deploy/make-secrets and return its output."""
     command = [str(ROOT / "deploy/make-secrets"), str(folder), *args]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def tokens_seen(files: list[Path]) -> tuple[frozenset[str], bool]:
-    """Return (roles whose token the files hold, True if they tell the tokens of all roles from others)."""
+    """Return the roles whose token is in the files, and whether the files have a token or digest of every role."""
     found = {role: tokens for file in files for role, tokens in load_role_tokens(file).items()}
     sends = frozenset(role for role, tokens in found.items() if not all(map(is_digest, tokens)))
     return sends, set(found) == set(ROLES)
 
 
 def store_seen(access_key_ids: set[str]) -> str:
-    """Return the rights of keys with these ids."""
+    """Return the rights on the object store of keys with these ids, as in `Seen.store`."""
     return {frozenset(): "none", frozenset({"tba"}): "write", frozenset({"tba-read"}): "read"}.get(
         frozenset(access_key_ids), "both"
     )
 
 
 def access_key_id(file: Path) -> str:
-    """Return the id in a file of credentials, as boto3 reads it."""
+    """Return the access key id in a credentials file of boto3."""
     found = configparser.ConfigParser()
     found.read_string(file.read_text())
     return found["default"]["aws_access_key_id"]
 
 
 def secrets_of_kubernetes(folder: Path) -> dict[str, dict[str, str]]:
-    """Name of each Secret that deploy/make-secrets prints -> its keys and values."""
+    """Run deploy/make-secrets for Kubernetes; return the name of each Secret -> its keys and values."""
     made = json.loads(make_secrets(folder, "--kubernetes", "lab"))
     assert {item["metadata"]["namespace"] for item in made["items"]} == {"lab"}
     return {item["metadata"]["name"]: item["stringData"] for item in made["items"]}

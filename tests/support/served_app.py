@@ -1,4 +1,4 @@
-"""An application of `create_app` that really listens, in a thread: what every service shares, without a service."""
+"""An application of `create_app` that listens in a thread, to test the server code that all services share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ LARGE_BYTES = 32 * 2**20
 
 
 class ServedApp:
-    """GET /v1/small and /v1/large for searchers, POST /v1/echo for trainers, and what every service has; a context
-    manager."""
+    """Serves GET /v1/small and /v1/large for searchers, and the routes of every service, within a `with` block."""
 
     def __init__(
         self,
@@ -75,15 +74,13 @@ class ServedApp:
 
     @property
     def num_connections(self) -> int:
-        """The number of open connections."""
         return len(self.server.server_state.connections)
 
     def connect(self) -> socket.socket:
-        """A plain connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def serial_number(self, ca_file: Path) -> str:
-        """Return the number of the certificate that it shows to a new connection."""
+        """Open a connection; return the serial number of the certificate that the server presents."""
         context = ssl.create_default_context(cafile=str(ca_file))
         with self.connect() as plain, context.wrap_socket(plain, server_hostname="127.0.0.1") as sock:
             found = sock.getpeercert()

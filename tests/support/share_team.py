@@ -1,7 +1,7 @@
-"""Publishes versions of a few tensors that a leader and followers each store a share of.
+"""Publishes versions of a few tensors, of which a leader and its followers each store a share.
 
-`ShareTeam` has all of them in one process. `python -m tests.support.share_team FOLDER PORT` forks two real processes
-over gloo, the second of which is killed while it uploads the last version, and prints how each has ended.
+`ShareTeam` has leader and followers in one process. `python -m tests.support.share_team FOLDER PORT` forks two real
+processes over gloo. The second one is killed while it uploads the last version. The program prints both exit codes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 3000
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
-    """Some tensors in bfloat16 of different sizes, of which each step changes a few elements."""
+    """Return bfloat16 tensors of different sizes by name; each step changes some elements of one of them."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         f"layer.{i}": torch.randn((10 + 7 * i, 20), generator=generator).to(torch.bfloat16) for i in range(6)
@@ -48,7 +48,7 @@ def tensors_of(step: int) -> dict[str, Tensor]:
 
 
 def take(folder: Path, version: PolicyVersion, tensors: dict[str, Tensor], *, rank: int, num_ranks: int) -> Any:
-    """Return the snapshot of one process."""
+    """Return one process's snapshot, with its share of the tensors."""
     sizes = {name: each.nbytes for name, each in tensors.items()}
     files = share_files(sizes, num_shares=num_ranks, max_bytes=MAX_FILE_BYTES)[rank]
     place = folder / f"{version}-{rank}-of-{num_ranks}"
@@ -60,7 +60,7 @@ def take(folder: Path, version: PolicyVersion, tensors: dict[str, Tensor], *, ra
 
 
 def publish(versions: WeightVersions, snapshot: WeightSnapshot, base: LocalVersion | None = None) -> LocalVersion:
-    """Publish, as the publisher does, all processes their shares."""
+    """Publish a version as the publisher does: every process uploads its share."""
     snapshot.write()
     config = snapshot.folder.parent / "config.json"
     if not config.exists():  # the same file at every try: the version is then not described a second time
@@ -77,7 +77,7 @@ class ShareTeam:
     """A team whose followers are objects of this process.
 
     Args:
-        follower_store: None: the leader's.
+        follower_store: store folder of the followers; None: the leader's.
     """
 
     def __init__(self, folder: Path, *, num_ranks: int = 2, follower_store: Path | None = None) -> None:
@@ -102,7 +102,7 @@ class ShareTeam:
     def take(
         self, step: int, *, base: WeightSnapshot | None = None, lineage: int = 1, keep: bool = True
     ) -> WeightSnapshot:
-        """Take a snapshot in every process; the followers keep theirs."""
+        """Take a snapshot in every process; followers keep theirs (none if not `keep`); return the leader's."""
         version, tensors = PolicyVersion(lineage, step), tensors_of(step)
         ranks = [
             take(self.folder / (f"follower-{rank}" if rank else "leader"), version, tensors, rank=rank,
@@ -129,7 +129,7 @@ class _Follower:
 
 
 def main() -> None:
-    """Start two processes and wait for them."""
+    """Fork two processes, wait for their ends, and print their exit codes."""
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
     pids: list[int] = []
     for rank in range(2):  # forked, and before torch has threads: each would import it for seconds

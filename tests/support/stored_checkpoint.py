@@ -1,4 +1,4 @@
-"""What lies in the store of a checkpoint, found by its manifest."""
+"""Saves checkpoints, and finds their objects in the store by the manifest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.waits import until
 
 
 def manifest_of(store: ObjectStore, key: str) -> CheckpointManifest:
-    """Return the manifest of a checkpoint, by its key."""
+    """Return the manifest of the checkpoint with this key."""
     manifest = decode_checkpoint_manifest(store.get(f"{key}/manifest.json"), what=key)
     assert isinstance(manifest, CheckpointManifest)
     return manifest
 
 
 def save(checkpoints: TeamCheckpoints, state: TrainerState, rows: Rows) -> str:
-    """Write a checkpoint, all of it, and return its key."""
+    """Write a checkpoint, wait until all of it is stored, and return its key."""
     upload = checkpoints.begin(state, rows, known={}, in_background=False)
     until("it is stored", lambda: upload.wait(0.1))
     if upload.error is not None:
@@ -32,7 +32,7 @@ def save(checkpoints: TeamCheckpoints, state: TrainerState, rows: Rows) -> str:
 
 
 def object_keys(store: ObjectStore, key: str, section: str = "") -> list[str]:
-    """Return the keys of the objects of a section, or of all."""
+    """Return the keys of the objects of a checkpoint's section, or of all its sections."""
     return [object_key(key, each) for each in manifest_of(store, key).objects if section in ("", each.section)]
 
 
@@ -40,7 +40,7 @@ def section_tensors(store: ObjectStore | Path, key: str, section: str) -> dict[s
     """Return the tensors of a section that one process wrote.
 
     Args:
-        store: or its folder.
+        store: the store, or the folder of a file store.
     """
     if isinstance(store, Path):
         store = FileStore(store)

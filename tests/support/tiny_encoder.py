@@ -1,4 +1,4 @@
-"""A tiny random encoder with a character tokenizer, in Hugging Face format: what `eval.embedding_model` names."""
+"""A tiny random encoder with a character tokenizer, in Hugging Face format, for `eval.embedding_model`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 32
 
 
 def make_tiny_encoder(folder: Path) -> Path:
-    """Write it; returns the folder."""
+    """Write model and tokenizer into `folder`; return the folder."""
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     config = BertConfig(

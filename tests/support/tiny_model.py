@@ -13,7 +13,7 @@ Architecture = Literal["llama", "qwen2", "qwen3_moe", "gpt_neox"]
 
 
 def make_tiny_tokenizer() -> Any:
-    """A tokenizer with one token per character of `CHARS`, plus pad, eos and unk; it adds no special tokens."""
+    """Return a tokenizer with one token per character of `CHARS`, and pad, eos and unk, which it never adds itself."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,11 +47,11 @@ def make_tiny_model(
 
     Args:
         folder: made if absent; receives config.json, model.safetensors, tokenizer.json, tokenizer_config.json.
-        seed: weights are a function of it.
+        seed: the same seed gives the same weights.
         architecture: llama, qwen2 and qwen3_moe have grouped keys and values, gpt_neox has rotary on a part of each
             head; qwen3_moe sends every token to 2 of 8 experts, which are as wide as the hidden state.
         tied: the output embedding is the input embedding; model.safetensors then lacks `lm_head.weight`.
-        vocab_size: None: that of the tokenizer.
+        vocab_size: number of token ids of the model; None: as many as the tokenizer has.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

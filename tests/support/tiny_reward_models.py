@@ -1,6 +1,6 @@
-"""Tiny models with random weights, in the files of real ones: a reward model, a victim, a classifier, a guard.
+"""Tiny models with random weights, in Hugging Face format: a reward model, a victim, a classifier, a guard.
 
-All read the same tokens: one per byte, and the special ones.
+All have the same tokens: one per byte, and the special tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 def byte_tokenizer(
     *, pad: str | None = PAD, wrap: bool = False, chat: str | None = None, max_tokens: int = 512
 ) -> PreTrainedTokenizerFast:
-    """One token per byte. `wrap`: BOS and EOS around each text, as the Roberta family has them."""
+    """Return a tokenizer with one token per byte; `wrap` puts BOS and EOS around each text, as for Roberta."""
     names = [BOS, PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,7 +52,7 @@ def byte_tokenizer(
 
 
 def save_reward_model(folder: Path, *, pad_is_eos: bool = False, seed: int = 0) -> Path:
-    """A GPT-NeoX that gives a sequence one logit at its last token."""
+    """Save a GPT-NeoX with one score per sequence, read at its last token; return the folder."""
     tokenizer = byte_tokenizer(pad=None)
     config = GPTNeoXConfig(
         **SIZES,
@@ -68,7 +68,7 @@ def save_reward_model(folder: Path, *, pad_is_eos: bool = False, seed: int = 0) 
 
 
 def save_classifier(folder: Path, *, seed: int = 0) -> Path:
-    """A Roberta with the labels `nothate` and `hate`."""
+    """Save a Roberta classifier with the labels `nothate` and `hate`; return the folder."""
     tokenizer = byte_tokenizer(wrap=True, max_tokens=62)
     config = RobertaConfig(
         **SIZES,
@@ -85,7 +85,7 @@ def save_classifier(folder: Path, *, seed: int = 0) -> Path:
 
 
 def save_victim(folder: Path, *, seed: int = 0) -> Path:
-    """A GPT-2 without a chat template."""
+    """Save a GPT-2 without a chat template; return the folder."""
     tokenizer = byte_tokenizer(pad=None)
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -101,7 +101,7 @@ def save_victim(folder: Path, *, seed: int = 0) -> Path:
 
 
 def save_chat_model(folder: Path, *, seed: int = 0, chat: str = CHAT) -> Path:
-    """A Llama with a chat template: a guard, or a victim that chats."""
+    """Save a Llama with a chat template, as a guard or as a victim that chats; return the folder."""
     tokenizer = byte_tokenizer(pad=None, chat=chat)
     config = LlamaConfig(
         **SIZES,

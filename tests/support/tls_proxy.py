@@ -1,4 +1,4 @@
-"""TLS in front of a plain server, as a context manager: what stands before a Redis that speaks none itself."""
+"""A TLS proxy in front of a plain server, such as a Redis without TLS, as a context manager."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 class TlsProxy:
-    """Serves on a loopback port with one certificate and passes everything on.
+    """Accepts TLS on a loopback port and forwards all data to a plain server.
 
     Args:
-        port: of the plain server on loopback.
-        cert_file: what it shows.
-        key_file: its key.
+        port: port of the plain server on loopback.
+        cert_file: the certificate that the proxy presents.
+        key_file: the key of the certificate.
     """
 
     def __init__(self, port: int, cert_file: Path, key_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trainer processes over a recorded buffer and a real store."""
+"""Trainer processes that talk to a recorded buffer over HTTP, and to a real store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class RecordedServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -124,11 +123,11 @@ from tba_trainer.loop import limits
 limits.BACKGROUND_BYTES = 0
 runpy.run_module("tba_trainer", run_name="__main__", alter_sys=True)
 """
-"""A trainer that uploads the smallest checkpoint beside training."""
+"""Code of a trainer that uploads even the smallest checkpoint in the background."""
 
 
 class StartedTrainers:
-    """Trainers that start one after another in a folder; `close` ends what still runs."""
+    """Trainers that start one after another in a folder; `close` kills those that still run."""
 
     def __init__(self, folder: Path, recipe_path: Path) -> None:
         self.folder, self.recipe_path = folder, recipe_path
@@ -144,14 +143,14 @@ class StartedTrainers:
         return process
 
     def log(self, number: int) -> str:
-        """The output of the trainer that was started as `number`."""
+        """Return the output of a trainer, by its number in the order of starts (from 0)."""
         return self._log_path(number).read_text()
 
     def _log_path(self, number: int) -> Path:
         return self.folder / f"trainer-{number}.log"
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the trainers that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
@@ -172,15 +171,14 @@ class TrainerProcesses(StartedTrainers):
         self.versions = WeightVersions(FileStore(folder / "store"), "demo")
         self.uploads_beside = False
         self.pace_s = 0.0
-        """Duration of every ack after the action of `at_call`: a slow signal must not find the run done."""
+        """Seconds that each ack takes after the action of `at_call`: a late signal must still find the run active."""
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the trainer."""
         return self.spawn(command=["-c", UPLOADS_BESIDE]) if self.uploads_beside else self.spawn()
 
     def at_call(self, wanted: Callable[[str], bool], then: Callable[[], None]) -> threading.Event:
-        """Do something once, when the trainer makes a call for which `wanted(method)` holds; it waits for the answer
-        meanwhile. The event tells that it was done."""
+        """Call `then` once, before the answer to the trainer's first call for which `wanted(method)` holds. The
+        returned event is set just before `then` is called."""
         done = threading.Event()
 
         def before(method: str) -> None:
@@ -194,21 +192,21 @@ class TrainerProcesses(StartedTrainers):
         return done
 
     def end_of(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait until a process ends; return its exit code."""
         return process.wait(DEADLINE_S)
 
     def digests(self) -> dict[PolicyVersion, str]:
-        """Return the digests of the parameters of every published version."""
+        """Return the digest of the parameters of every published version."""
         return {version: self.versions.manifest(version).params_sha256 for version in self.versions.versions()}
 
     def close(self) -> None:
-        """Kill what still runs, and end the server."""
+        """Kill the trainers that still run, and stop the server."""
         super().close()
         self.server.close()
 
 
 def workers_of(launcher: subprocess.Popen[bytes]) -> dict[int, int]:
-    """Rank -> process id of what torchrun has started."""
+    """Return the processes that torchrun has started: rank -> process id."""
     found = {}
     for folder in Path("/proc").iterdir():
         try:

@@ -1,7 +1,7 @@
-"""Trains a learner in one or several processes over recorded batches, and writes down what came of it.
+"""Trains a learner in one or several processes over recorded batches, and writes the results to files.
 
-`python -m tests.support.trainer_team JOB.json` is one process of a team; `run_team` starts all of them, `run_alone`
-trains in the test's own.
+`python -m tests.support.trainer_team JOB.json` is one process of a team. `run_team` starts all processes of a team;
+`run_alone` trains in the test's own process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Trained:
         self.paths = [Path(path) for path in result["paths"]]
         self.num_computed: int = result["num_computed"]
         self.peak_bytes: int = result["peak_bytes"]
-        """Most bytes of tensors that rank 0 held in the last step; 0 where they were not counted."""
+        """Most bytes of tensors that rank 0 held in the last step; 0 if they were not counted."""
         self.deadlines_s: list[float] = result["deadlines_s"]
-        """Of the exchanges in each dimension of the mesh; empty in one process."""
+        """Deadline of the exchanges in each dimension of the mesh; empty for one process."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -47,7 +47,7 @@ class Trained:
         return TensorFiles(self.paths)
 
     def checkpoint(self) -> dict[str, dict[str, Any]]:
-        """Section -> name -> tensor."""
+        """Return the tensors of the newest checkpoint: section -> name -> tensor."""
         checkpoint = _newest(self.folder)
         try:
             return {
@@ -62,7 +62,7 @@ def run_alone(folder: Path, recipe: Recipe, *, num_steps: int, resume: Trained |
     """Train `num_steps` steps in this process.
 
     Args:
-        resume: continue from its checkpoint.
+        resume: the run from whose newest checkpoint training continues.
     """
     from tba_trainer.distributed.process_group import Team
 
@@ -80,10 +80,10 @@ def run_team(
     resume: Trained | None = None,
     count_bytes: bool = False,
 ) -> Trained:
-    """The same in `num_ranks` processes.
+    """Train as `run_alone`, but in `num_ranks` new processes.
 
     Args:
-        count_bytes: of tensors in the last step.
+        count_bytes: whether to count the bytes of tensors in the last step.
     """
     folder.mkdir(parents=True)
     job = {**_job(folder, recipe, num_steps, resume), "count_bytes": count_bytes}
@@ -188,8 +188,8 @@ def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:
 
 
 def _publish(snapshots: Any, version: PolicyVersion, recipe: Recipe, folder: Path) -> tuple[list[float], list[Path]]:
-    """Publish the weights, all processes their shares of them; return the canary, and the files of a download. An
-    adapter is not published: its file is returned."""
+    """Publish the weights, of which each process uploads its share; return the canary's log-probs, and the files of a
+    download. An adapter is not published: its own files are returned."""
     from tba.store import FileStore
     from tba.weights import WeightVersions
 
@@ -227,7 +227,7 @@ def _newest(folder: Path) -> Any:
 
 
 def main() -> None:
-    """One process of the team."""
+    """Run one process of the team: the leader trains, the others follow."""
     from tba_trainer.checkpoints import weight_files
     from tba_trainer.distributed.follower import follow
     from tba_trainer.distributed.launch import exit_process

@@ -1,4 +1,4 @@
-"""Recipes, rollouts and batches for tests of the trainer; and a buffer that hands out recorded batches."""
+"""Recipes, rollouts and batches for tests of the trainer, and a fake buffer that hands out recorded batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VOCAB_SIZE = 33
 
 
 def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
-    """A recipe for the model at `path`; `sections` override keys."""
+    """Return a recipe for the model at `path`; `sections` override keys."""
     document: dict[str, Any] = {
         "run": {"name": "demo", "seed": 3},
         "model": {"path": str(path)},
@@ -68,7 +68,7 @@ def make_recipe(path: Path | str, /, **sections: dict[str, Any]) -> Recipe:
 
 
 def recipe_of_buffer(recipe: Recipe, model: Path, **trainer: Any) -> Recipe:
-    """The recipe of a trainer at a real buffer that was started with `recipe`; no searcher evaluates there."""
+    """Return the recipe of a trainer for a real buffer that was started with `recipe`; it waits for no evaluation."""
     document: dict[str, Any] = recipe.model_dump()
     document["searcher"]["engine"] = "simulated"  # the log-probs of `make_rollout` are no model's
     document["model"]["path"] = str(model)
@@ -91,7 +91,7 @@ def make_rollout(
     ref_logprob: RefLogprob | None = None,
     response_tokens: np.ndarray | None = None,
 ) -> Rollout:
-    """A rollout of random tokens."""
+    """Return a rollout with random prompt tokens and, by default, random response tokens and log-probs."""
     tokens = rng.integers(3, VOCAB_SIZE, num_response_tokens) if response_tokens is None else response_tokens
     logprobs = -rng.random(len(tokens)) * 3 if sampler_logprobs is None else sampler_logprobs
     return Rollout(
@@ -119,7 +119,7 @@ def make_rollout(
 
 
 def make_batch(seed: int, *, num_groups: int = 3, group_size: int = 4, batch_id: str | None = None) -> Batch:
-    """Groups of random rollouts with mixed lengths and rewards; a function of the seed."""
+    """Return a batch of random rollouts with mixed lengths and rewards; the same seed gives the same batch."""
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -144,16 +144,16 @@ def make_batch(seed: int, *, num_groups: int = 3, group_size: int = 4, batch_id:
 
 
 def changed(batch: Batch, change: Callable[[int, Rollout], Rollout]) -> Batch:
-    """The batch with what `change` makes of each row and its rollout."""
+    """Return a copy of the batch in which each rollout is replaced by `change(row, rollout)`."""
     rows = itertools.count()
     groups = [replace(group, rollouts=tuple(change(next(rows), r) for r in group.rollouts)) for group in batch.groups]
     return replace(batch, groups=tuple(groups))
 
 
 class RecordedBuffer:
-    """BufferClient's methods over recorded batches: one per step, fenced by the newest lineage's token.
+    """The methods of BufferClient over recorded batches, one per step; only the newest lineage's token is accepted.
 
-    `before` is called with the name of every method first; a test makes it raise.
+    Every method first calls `before` with its name; a test may make that raise.
     """
 
     def __init__(self, batch_of: Callable[[int], Batch] = make_batch) -> None:
@@ -297,7 +297,7 @@ class RecordedBuffer:
         return self.run()
 
     def all_settings(self) -> SettingsInfo:
-        """Every change on one page."""
+        """Return the settings with all changes, which fit on one page here."""
         return self.settings()
 
     def settings(self, *, after: int = 0) -> SettingsInfo:

@@ -1,4 +1,4 @@
-"""A run of the trainer over a recorded buffer and a real store, in this process."""
+"""Trainer runs in this process, with a recorded buffer and a real store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class World:
     def at(
         self, method: str, action: Callable[[], object], *, step: int | None = None, lineage: int | None = None
     ) -> None:
-        """Call `action` before each call of a method of the buffer while these are the last step and lineage."""
+        """Call `action` before each call of the buffer's `method` while the buffer is at this step and lineage."""
 
         def before(called: str) -> None:
             if called == method and step in (None, self.buffer.step) and lineage in (None, self.buffer.lineage):
@@ -45,7 +45,7 @@ class World:
         self.buffer.before = before
 
     def train_until_killed(self, recipe: Recipe, method: str, **when: int) -> None:
-        """Train until a call of the buffer, which ends the trainer; the next one is not killed."""
+        """Train until a call of the buffer's `method`, which raises and so ends the trainer; later trainers go on."""
         self.at(method, raising(TbaError("killed")), **when)
         with pytest.raises(TbaError, match="killed"):
             self.train(recipe)
@@ -55,7 +55,7 @@ class World:
         return load_file(self.versions.download_tensors(PolicyVersion.parse(version), self.folder / version).paths[0])
 
     def stop_after(self, step: int) -> None:
-        """SIGTERM arrives once, while the step after `step` is drawn or runs."""
+        """Set the stop event once, as SIGTERM does, when the trainer acks step `step`."""
 
         def before(method: str) -> None:
             if method == "ack" and self.buffer.step == step - 1:
@@ -65,22 +65,22 @@ class World:
         self.buffer.before = before
 
     def checkpoints(self) -> list[str]:
-        """The versions whose checkpoints are complete in the store."""
+        """Return the versions whose checkpoints are complete in the store."""
         keys = self.store.list(f"runs/{self.run}/checkpoints/")
         return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
 
     def skipped(self) -> dict[int, str | None]:
-        """Step -> why its batch was not applied."""
+        """Return for each acked step why its batch was skipped; None if it was used."""
         return {step: ack.skipped for _, step, ack in self.buffer.acks}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Return whether all tensors of `a` are in `b`, to the bit."""
+    """Return whether `b` has all tensors of `a` with exactly equal values."""
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
 def at_put(patch: pytest.MonkeyPatch, action: Callable[[str, Path], object]) -> None:
-    """Call `action` with key and path before every file that is put into a store; it may raise."""
+    """Patch FileStore to call `action` with key and path before it stores a file; `action` may raise."""
     put_file = FileStore.put_file
 
     def put(store: FileStore, key: str, path: Path, *, create_only: bool = False) -> None:
@@ -91,7 +91,7 @@ def at_put(patch: pytest.MonkeyPatch, action: Callable[[str, Path], object]) -> 
 
 
 def raising(error: Exception) -> Callable[[], None]:
-    """A function that raises the error."""
+    """Return a function that raises the error."""
 
     def act() -> None:
         raise error

@@ -11,17 +11,17 @@ import numpy as np
 
 
 def contains(prompts: list[str], completions: list[str], word: list[str], **kwargs: Any) -> list[float | None]:
-    """1 for each completion with the word; None where there is no word to look for."""
+    """Return 1 for each completion with its word, and 0 for others; None if the word is empty."""
     return [None if not w else float(w in c) for c, w in zip(completions, word, strict=True)]
 
 
 def no_kwargs(completions: list[str], prompts: list[str], scale: list[float] = [1.0]) -> list[float]:  # noqa: B006
-    """Takes only what it names."""
+    """Return scaled lengths; the signature has no **kwargs."""
     return [len(c) * scale[0] for c in completions]
 
 
 def sees_finish(prompts: list[str], completions: list[str], finish_reasons: list[str], **kwargs: Any) -> list[float]:
-    """Names tba's own column."""
+    """Return 1 for responses cut at the length limit; it reads tba's own column `finish_reasons`."""
     assert "prompts" not in kwargs
     return [float(reason == "length") for reason in finish_reasons]
 
@@ -33,12 +33,12 @@ async def later(prompts: list[str], completions: list[str], **kwargs: Any) -> li
 
 
 def numpy_scores(prompts: list[str], completions: list[str], **kwargs: Any) -> Any:
-    """An array instead of a list."""
+    """Return a numpy array instead of a list."""
     return np.full(len(completions), 0.5, dtype=np.float32)
 
 
 def misbehaves(prompts: list[str], completions: list[str], **kwargs: Any) -> Any:
-    """Does what the completion says."""
+    """Misbehave as the first completion says."""
     match completions[0]:
         case "hang":
             while True:
@@ -61,7 +61,7 @@ def misbehaves(prompts: list[str], completions: list[str], **kwargs: Any) -> Any
 
 
 def misbehaves_anywhere(completions: list[str], **kwargs: Any) -> list[float]:
-    """Does the worst that any completion of the call says."""
+    """Misbehave as each completion of the call says, in order."""
     for completion in completions:
         misbehaves([], [completion])
     return [1.0] * len(completions)
@@ -71,7 +71,6 @@ class Judge:
     """A callable object, as TRL takes them too."""
 
     def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        """The length."""
         return [float(len(c)) for c in completions]
 
 
@@ -79,7 +78,7 @@ judge = Judge()
 
 
 def whole_call(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return the number of items of the call for each; the completion "bad" is an error."""
+    """Return the number of items of the call for each item; raise if one completion is "bad"."""
     if "bad" in completions:
         raise ValueError("a bad completion")
     assert len(prompts) == len(completions) == len(answer)
@@ -87,7 +86,7 @@ def whole_call(prompts: list[str], completions: list[str], answer: list[str], **
 
 
 def only_completions(completions: list[str]) -> list[float]:
-    """Takes neither prompts nor anything else."""
+    """Return lengths; the signature has neither prompts nor **kwargs."""
     return [float(len(c)) for c in completions]
 
 
@@ -97,19 +96,19 @@ def num_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 
 def think_format(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-    """For conversational data sets: what the assistant says."""
+    """Return 1 for each conversational completion that contains `</think>`."""
     assert all(message["role"] == "assistant" for (message,) in completions)
     return [float("</think>" in completion[0]["content"]) for completion in completions]
 
 
 def last_question(prompts: list[list[dict[str, str]]], completions: Any, **kwargs: Any) -> list[float]:
-    """For conversational data sets: how long the last message of the prompt is."""
+    """Return the length of the last message of each conversational prompt."""
     assert "prompt" not in kwargs
     return [float(len(messages[-1]["content"])) for messages in prompts]
 
 
 def at_least(completions: list[str], threshold: int, scale: float = 1.0, **kwargs: Any) -> list[float]:
-    """Arguments that a recipe gives."""
+    """Return `scale` for each completion of at least `threshold` characters; a recipe gives both arguments."""
     return [scale * (len(c) >= threshold) for c in completions]
 
 
@@ -131,5 +130,5 @@ def one_for_all(completions: list[str], shape: str, **kwargs: Any) -> Any:
 
 
 def raises_always(completions: list[str], **kwargs: Any) -> list[float]:
-    """A misspelt column."""
+    """Read a misspelt column, which always raises KeyError."""
     return [kwargs["solutoin"][0]] * len(completions)

@@ -1,4 +1,4 @@
-"""Leases, visits and completions as a searcher has them, without an engine and without a buffer."""
+"""Builders of a searcher's visits and completions, without an engine and a buffer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PROMPT = Prompt(prompt_id="p", task="addition", text="1+1=")
 
 
 def make_visit(name: str = "lease", *, pinned: PolicyVersion | None = None, **lease: Any) -> Visit:
-    """A visit of three rollouts, by default of training; with `pinned` the samples of an evaluation."""
+    """Return a visit of three rollouts: of training, or with `pinned` of the samples of an evaluation."""
     defaults = {"kind": "train" if pinned is None else "sample", "prompt": PROMPT, "num_rollouts": 3}
     fields = {"visit_id": f"visit-{name}", "temperature": 1.0, "expires_in_s": 60, **defaults, **lease}
     return Visit(lease=Lease(lease_id=name, **fields), prompt_tokens=(5, 6), pinned=pinned)
 
 
 def make_completion(request_id: str, tokens: Sequence[int] = (1,), finish_reason: FinishReason = "stop") -> Completion:
-    """A completion of the starting model."""
+    """Return a completion that the starting model sampled."""
     return Completion(
         request_id=request_id,
         response_tokens=np.array(tokens, np.int32),

@@ -1,5 +1,5 @@
-"""The cases of the vLLM engine alone, and the process that runs them and the cases of engine_contract.py on vLLM: vLLM
-changes the process it is in (torch's threads, compilation, the garbage collector), and warns a lot.
+"""Cases for the vLLM engine alone, and a process that runs them and the cases of engine_contract.py on vLLM. vLLM
+changes its process (torch's threads, compilation, the garbage collector) and warns a lot, so tests start another one.
 
 `python -m tests.support.vllm_cases FOLDER` prints, as its last line, {case: "passed" or a traceback}.
 """
@@ -66,7 +66,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def case_a_load_that_breaks_off_is_undone_by_the_old_weights(bench: Bench) -> None:
-    """Half of the tensors are in when reading fails: the swap must leave no trace of them."""
+    """Reading fails when half of the tensors are loaded; after the swap none of these may be left in the model."""
     requests = make_requests(6, temperatures=(0.0,), seed=5)
     old = bench.local(bench.old, START)
     new = bench.local(bench.new, V1)
@@ -164,7 +164,7 @@ def case_weights_that_are_not_finite_are_found(bench: Bench) -> None:
 
 
 def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
-    """A prompt of more than one block: its keys and values are kept for the next response, not for other weights."""
+    """Keys and values of a prompt longer than one block are cached for the next response, but not for new weights."""
     prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 33, 40))
     request = make_request("p", prompt, Sampling.of(0.0), eos_ids=())
     with bench.engine() as engine:
@@ -178,7 +178,7 @@ def case_prompts_are_shared_and_dropped_with_the_weights(bench: Bench) -> None:
 
 
 def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
-    """vLLM runs GPT-NeoX through the class of transformers, which the reference of the searcher is too."""
+    """vLLM runs GPT-NeoX through the same transformers class that the searcher's starting model has."""
     with bench.engine() as engine:
         request = make_request("s", (5, 6, 7), Sampling.of(0.0), eos_ids=(), max_response_tokens=5)
         (completion,) = run_all(engine, [request]).values()
@@ -188,7 +188,7 @@ def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
 
 
 def case_compiling_leaves_the_class_of_the_starting_model_alone(bench: Bench) -> None:
-    """On a GPU vLLM compiles: it prepares the class of the starting model, and makes an instance, as here."""
+    """On a GPU vLLM compiles: it changes the class of the starting model and makes an instance, as this case does."""
     decorators, config, base = (
         importlib.import_module(f"vllm.{name}")
         for name in ("compilation.decorators", "config", "model_executor.models.transformers.base")
@@ -250,17 +250,15 @@ SIZES: dict[str, Any] = {
 
 
 def make_embedded(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
-    """The embedded engine."""
     return EmbeddedEngine(folder, version, EngineSettings(**SIZES, seed=1, dtype=dtype, **settings))
 
 
 def make_vllm(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
-    """The vLLM engine."""
     return VllmEngine(folder, [tensors], version, VllmSettings(**SIZES, seed=2**40 + 1, dtype=dtype, **settings))
 
 
 class Benches:
-    """One bench per model, made when it is first asked for."""
+    """One bench per model; `of(model)` makes it at the first call."""
 
     def __init__(self, make_engine: Make, root: Path) -> None:
         self._make_engine, self._root = make_engine, root
@@ -288,7 +286,6 @@ def print_outcomes(cases: Mapping[str, tuple[str, Callable[[Bench], None]]], ben
 
 
 def main(root: Path) -> None:
-    """The process."""
     # experts first: all engines of a process share its process groups, and vLLM makes that of experts only when the
     # first one starts. A searcher has one engine at a time, and closing it ends the groups.
     cases = {**CASES, **VLLM_CASES}.items()

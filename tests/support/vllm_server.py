@@ -1,4 +1,4 @@
-"""The process of a real vLLM server on the CPU, as `vllm serve` starts it (the wheel for the CPU lacks that command).
+"""Runs a real vLLM server on the CPU, as `vllm serve` would; the wheel for the CPU lacks that command.
 
 `python -m tests.support.vllm_server ARGUMENTS`; generation_servers.py starts it.
 """

@@ -1,4 +1,4 @@
-"""Waiting in tests: for something to become true, never for a time to pass."""
+"""Waits in tests until a condition is true, instead of sleeping for a fixed time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 DEADLINE_S = 180.0
-"""Deadline of every single wait: long enough for a machine that does ten other things."""
+"""Deadline of every single wait; long enough for a very busy machine."""
 T = TypeVar("T")
 
 
 def until(what: str, condition: Callable[[], T], *, deadline_s: float = DEADLINE_S, every_s: float = 0.05) -> T:
-    """Poll until `condition` holds, and return what it returned."""
+    """Poll until `condition()` is true, and return its value; fail after `deadline_s`."""
     deadline = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"never happened: {what}"

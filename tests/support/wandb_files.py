@@ -14,7 +14,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def history_of(path: Path) -> tuple[str, str, list[dict[str, Any]]]:
-    """Group, name and logged numbers of a run-*.wandb file."""
+    """Return the group, the name and the logged rows of a run-*.wandb file."""
     from wandb.proto import wandb_internal_pb2 as records
 
     group, name, history = "", "", []

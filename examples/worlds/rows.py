@@ -1,7 +1,7 @@
 """Splits by a hash of the content, and prompts from rows, for the worlds whose data is made by rule.
 
 The rows of a split are a function of its name and a seed. The split of a row depends on its content alone, so that
-nothing held out is trained on; each world says what counts as the same content.
+nothing held out is trained on. Each world says what counts as the same content.
 """
 
 from __future__ import annotations

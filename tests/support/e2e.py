@@ -266,7 +266,7 @@ def freeze_when(
 
     Args:
         client: of the buffer. It is asked between readings, so that the buffer has handled all earlier messages.
-        same: returns the part of the value that must stay equal for `NUM_STILL` readings: messages that the process
+        same: returns the part of the value that must stay equal for `NUM_STILL` readings. Messages that the process
             sent before it stopped have then taken effect.
     """
 

@@ -48,8 +48,8 @@ def make_tiny_model(
     Args:
         folder: made if absent; receives config.json, model.safetensors, tokenizer.json, tokenizer_config.json.
         seed: the same seed gives the same weights.
-        architecture: llama, qwen2 and qwen3_moe have grouped keys and values, gpt_neox has rotary on a part of each
-            head; qwen3_moe sends every token to 2 of 8 experts, which are as wide as the hidden state.
+        architecture: llama, qwen2 and qwen3_moe have grouped keys and values. gpt_neox has rotary positions on a part
+            of each head. qwen3_moe sends every token to 2 of 8 experts, which are as wide as the hidden state.
         tied: the output embedding is the input embedding; model.safetensors then lacks `lm_head.weight`.
         vocab_size: number of token ids of the model; None: as many as the tokenizer has.
     """

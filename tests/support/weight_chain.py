@@ -31,8 +31,8 @@ def version(step: int) -> PolicyVersion:
 
 
 def tensors_of(step: int, *, seed: int = 0) -> Tensors:
-    """Return the tensors of a step. A float32 and a float16 tensor change a little each step, one stays the same, and
-    one exists only in steps 2 and 3, with two shapes."""
+    """Return the tensors of a step. A float32 and a float16 tensor change a little each step, and one stays the same.
+    Another one exists only in steps 2 and 3, with two shapes."""
     rng = np.random.default_rng(seed)
     weights, half = rng.standard_normal((64, 33), np.float32), rng.standard_normal(2000).astype(np.float16)
     for _ in range(step):

@@ -1,6 +1,6 @@
 """Fixed values of every wire format, and the golden bytes that they encode to.
 
-`python -m tests.support.wire_values` writes the golden files. Stored bytes and bytes in flight must stay readable: a
+`python -m tests.support.wire_values` writes the golden files. Stored bytes and bytes in flight must stay readable. So a
 change of a golden file needs a new schema number and a reader for the old one.
 """
 

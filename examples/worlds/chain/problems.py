@@ -24,8 +24,8 @@ TASK = "chain"
 NUM_TERMS = 4
 MAX_RESPONSE_TOKENS = 128
 FIRST_REPEAT, NEXT_REPEAT = 0.4, 0.93
-"""Probabilities that a demonstration repeats its answer at all (below a half, so that greedy responses end), and that
-it repeats it once more after each repetition (the long tail)."""
+"""Probabilities that a demonstration repeats its answer at all, and that it does so again after each repetition. The
+first is below a half, so that greedy responses end; the second makes the long tail."""
 SPLITS = MappingProxyType(
     {"heldout": range(12), "validation": range(12, 20), "warmstart": range(20, 55), "train": range(55, 100)}
 )

@@ -8,7 +8,7 @@
 A family is one way to tell a story. The family `groups` is only in the split `test_new_family`, and all its words are
 in other families too. The answers of `sft` are right. Those of `sft_slips` have the errors of `SLIP`, and later steps
 use the wrong totals. A model that learns from `sft` and then a little from `sft_slips` knows the arithmetic but often
-writes it wrongly: so training by rewards starts at a low accuracy. The answers of all other splits are right.
+writes it wrongly. Training by rewards so starts at a low accuracy. The answers of all other splits are right.
 
 Splits are by a hash of family and numbers: the same story with other names or things is in the same split.
 """

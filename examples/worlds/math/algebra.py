@@ -4,7 +4,7 @@ Five families of problems, one of each level. A solution is a few steps and ends
 answer is a whole number, a fraction, a set or an interval. Numbers are small: a model of 0.4 M parameters has to learn
 what their sums are.
 
-The solutions of the split `sft` are written by pupils who err: they lose minus signs, are off by one or two, and forget
+The solutions of the split `sft` are written by pupils who err. They lose minus signs, are off by one or two, and forget
 to turn an inequality. Later steps use the wrong results. More steps and signs mean more errors.
 All other solutions are right; a model learns from those of `clean` first.
 
@@ -44,8 +44,8 @@ SIZES = MappingProxyType({"test": 200, "validation": 50, "clean": 20_000, "sft":
 DISTINCT = ("test", "validation")
 """Splits whose problems are distinct, and the same for every seed."""
 LOST_SIGN, OFF_BY, FORGOTTEN_TURN = 0.7, 0.15, 0.7
-"""Probabilities of a pupil's errors, for each step where they can happen. A lost sign is more likely than a kept one,
-so a model that learned from pupils often errs when it decodes greedily, and not only when it samples."""
+"""Probabilities of a pupil's errors, for each step where they can happen. A lost sign is more likely than a kept one.
+So a model that learned from pupils often errs when it decodes greedily, and not only when it samples."""
 RELATIONS = ("<", ">", r"\le", r"\ge")
 
 

@@ -1,6 +1,6 @@
 """Last digits of running totals: `a7b5c8d9=` -> `a7b5=2c8=0d9=9`; the last digit is the answer.
 
-The prompt decides how long a right response is: 4 to 31 terms, so 15 to 123 tokens, most of them short and a few many
+The prompt decides how long a right response is: 4 to 31 terms, so 15 to 123 tokens. Most are short, and a few are many
 times as long. A policy that leaves totals out is mostly wrong, so it has no reason to become brief (unlike `chain`).
 The labels say which term comes next: without them a small model would have to count.
 

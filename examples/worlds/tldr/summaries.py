@@ -3,12 +3,12 @@
 A post tells 1 to 3 salient facts (who did what to whom, how it ended) among fillers, 4 to 7 sentences in all. A good
 summary has a clause for every salient fact and no other clause: `Tom sold the car to Ana and Eva moved out.`
 
-`quality` is the rule: the share of salient facts that are told, less 0.5 for every clause that the post does not say (a
-wrong name or thing, broken grammar), less 0.25 for every filler and every repetition. If two summaries have the same
+`quality` is the rule: the share of salient facts that are told, less penalties. A clause that the post does not say (a
+wrong name or thing, broken grammar) costs 0.5; a filler or a repetition costs 0.25. If two summaries have the same
 quality, the shorter one is better. Preferences follow the rule, but for a share of flipped labels.
 
-Posts fall into fixed splits by a hash of the set of their salient facts: no set is in two splits, but a clause of a
-larger set may be in a post of another split.
+Posts fall into fixed splits by a hash of the set of their salient facts, so no set is in two splits. A single clause of
+a larger set may be in a post of another split.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ NUM_ROWS = MappingProxyType(
     }
 )
 FAULTS = MappingProxyType({"missed": 0.6, "wrong": 0.15, "invented": 0.4, "filler": 0.3, "repeated": 0.15})
-"""Probability that a summary stops before the last of several salient facts, has a wrong word in a clause, invents an
-ending (of a post without one), tells a filler, tells a clause twice. Most references miss how it ended, so a model that
-imitates them does, too."""
+"""Probabilities of a summary's faults: it stops before the last of several salient facts, has a wrong word in a clause,
+invents an ending for a post without one, tells a filler, or tells a clause twice. Most references miss the ending, so a
+model that imitates them does, too."""
 NUM_ASKED = 12
 """Number of words in a reading exercise."""
 FLIPPED = MappingProxyType({"preferences_proxy": 0.1, "preferences_gold": 0.02, "preferences_heldout": 0.0})

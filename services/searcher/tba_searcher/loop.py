@@ -71,7 +71,7 @@ ROUND_WAIT_S = 0.25
 """While the engine decodes: how long a lease request waits at the buffer for a whole round of slots. Visits of one
 reply are decoded, scored and pushed together."""
 MAX_UNPUSHED_ROLLOUTS = 2048
-"""Generation waits (named) when this many finished rollouts wait for scores or for the buffer: eight whole pushes."""
+"""No new training rollouts begin while so many finished ones wait for scores or the buffer: eight full pushes."""
 IDLE_WAIT_S = 1.0
 """While the engine is idle: how long a lease request waits at the buffer for any lease."""
 log = get_logger("loop")

@@ -71,9 +71,9 @@ class Request:
 class Completion:
     """One finished request.
 
-    `sampler_logprobs[i]` is the log-prob of `response_tokens[i]` under the distribution that it was really drawn from:
-    softmax(logits / temperature) over the tokens that min_response_tokens, top-k and top-p leave (in this order,
-    renormalised each time). At temperature 0: log_softmax(logits), without eos ids below min_response_tokens.
+    `sampler_logprobs[i]` is the log-prob of `response_tokens[i]` under the distribution that it was really drawn from.
+    That is softmax(logits / temperature), restricted by min_response_tokens, top-k and top-p in this order, and
+    renormalised each time. At temperature 0 it is log_softmax(logits), without eos ids below min_response_tokens.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class Completion:
 
 
 VersionMarks = list[tuple[PolicyVersion, int]]
-"""(version, number of response tokens when it was loaded) for each version that sampled a response, oldest first."""
+"""For one response: each version that was in use, and how many response tokens there were when it was loaded."""
 
 
 def spans_of(marks: VersionMarks, num_tokens: int) -> tuple[VersionSpan, ...]:
@@ -170,25 +170,24 @@ class Engine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Most requests that are active at once."""
+        """Largest number of requests that can be active at once."""
         ...
 
     @property
     def num_active(self) -> int:
-        """Requests that are being decoded now."""
+        """Number of requests that are being decoded now."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that have no slot yet."""
+        """Number of submitted requests that have no slot yet."""
         ...
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            EngineError: the prompt or the response is too long, the request id is in use, or the engine does not
-                support these sampling settings.
+            EngineError: the prompt or response is too long, the id is in use, or the engine cannot sample like this.
         """
         ...
 

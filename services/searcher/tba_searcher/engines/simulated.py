@@ -92,12 +92,12 @@ class SimulatedEngine:
 
     @property
     def num_active(self) -> int:
-        """Requests that are being decoded now."""
+        """Number of requests that are being decoded now."""
         return len(self._active)
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that have no slot yet."""
+        """Number of submitted requests that have no slot yet."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:

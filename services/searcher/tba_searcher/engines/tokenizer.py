@@ -3,9 +3,9 @@
 Prompt: exactly the tokens that the policy version's tokenizer makes of `prompt.text`. Special tokens come only from the
 tokenizer's own template (Llama's leading BOS, for example); there is no chat template.
 
-Response: all sampled tokens except the final end of sequence, decoded on their own without cleaning up spaces, and cut
-before the stop string that ended it. Other special tokens stay in the text: a reward must see them, or a policy learns
-to hide them in right answers.
+Response: all sampled tokens except the final end of sequence, decoded without the prompt and without cleaning up
+spaces. The text is cut before the stop string that ended it. Other special tokens stay in the text: a reward must see
+them, or a policy learns to hide them in right answers.
 """
 
 from __future__ import annotations

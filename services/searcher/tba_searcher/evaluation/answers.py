@@ -46,7 +46,7 @@ class Answer:
     finish_reason: str
     text: str
     scores: dict[str, Score] = field(default_factory=dict)
-    """By task; filled by `score_all`."""
+    """The scores by task, which `score_all` fills in."""
     nll: float | None = None
     """Sum of -log pi_start over the tokens; None: not measured, or not finite."""
 
@@ -61,7 +61,7 @@ class Answers:
     refused: dict[int, str] = field(default_factory=dict)
     """Prompt -> why the engine cannot complete it."""
     seconds: float = 0.0
-    """How long generation took."""
+    """Seconds that generation took."""
 
     def of(self, mode: Mode) -> list[list[Answer]]:
         """Return the answers of a mode as [prompt][number]; an empty list for a refused prompt."""

@@ -2,8 +2,8 @@
 
 Per token: exp(NLL of all completions / number of their tokens). As published (bbartoldson/TBA, src/perplexity.py): the
 mean over completions of exp(NLL of the completion / (tokens of prompt and completion - 1)). It is far lower, because
-it counts the tokens of the prompt but not their NLL. Both under the model at temperature 1, the end-of-sequence
-token included.
+it counts the tokens of the prompt but not their NLL. Both use the model at temperature 1, and include the
+end-of-sequence token.
 """
 
 from __future__ import annotations

@@ -119,10 +119,7 @@ def _distinct(parts: Parts, n: int) -> Estimate:
 
 
 def _cosine_distance(parts: Parts, embedder: Embedder) -> Estimate:
-    """Return the mean over prompts of the mean cosine distance between samples of a prompt.
-
-    With one prompt the standard error is the jackknife error over its pairs of samples.
-    """
+    """Return the mean over prompts of the mean distance between samples; one prompt alone gets a jackknife error."""
     several = [part for part in parts if len(part) > 1]
     matrices = [cosine_distances(embedder.embed([answer.text for answer in part])).numpy() for part in several]
     pairs = [mean_of_pairs(matrix) for matrix in matrices]

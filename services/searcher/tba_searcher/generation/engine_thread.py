@@ -39,7 +39,7 @@ class EngineStep:
     swap_to: LocalVersion | None
     requests: Sequence[Request]
     aborts: Sequence[str] = ()
-    """Ids of requests."""
+    """Ids of the requests to abort."""
 
 
 @dataclass(slots=True)

@@ -54,15 +54,15 @@ class SearcherStatus:
         self.state = "starting"
         self.version: PolicyVersion | None = None
         self.num_unpushed = 0
-        """Finished rollouts that the buffer has not acknowledged."""
+        """Number of finished rollouts that the buffer has not acknowledged."""
         self.num_active = 0
-        """Rollouts being decoded."""
+        """Number of rollouts being decoded."""
         self.num_waiting = 0
-        """Rollouts in the engine's queue."""
+        """Number of rollouts in the engine's queue."""
         self.num_queued = 0
-        """Rollouts of leased visits that have not been submitted to the engine."""
+        """Number of rollouts of leased visits that have not been submitted to the engine."""
         self.weight_load_s: float | None = None
-        """How long decoding paused for the last change of weights."""
+        """Seconds that decoding paused for the last change of weights."""
         self.counts: Counter[str] = Counter()
         self._last = (time.monotonic(), 0)
         self._is_refused = False
@@ -104,7 +104,7 @@ class SearcherStatus:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def send(self, client: BufferClient) -> None:
-        """Send a heartbeat; a failure raises nothing. Of several refusals in a row only the first is logged."""
+        """Send a heartbeat; a failure raises nothing. Only the first of several refusals in a row is logged."""
         heartbeat = self.heartbeat()
         try:
             # not wait_for, which can swallow a cancellation (gh-86296)

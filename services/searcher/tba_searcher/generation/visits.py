@@ -249,6 +249,6 @@ def num_round_visits(recipe: Recipe) -> int:
 
 
 def _chunks(lease_ids: Sequence[str]) -> Iterator[list[str]]:
-    """Cut lease ids into lists that fit into one request."""
+    """Yield lease ids in lists that each fit into one request."""
     for start in range(0, len(lease_ids), MAX_LEASE_IDS):
         yield list(lease_ids[start : start + MAX_LEASE_IDS])

@@ -3,8 +3,8 @@
     submit -> waiting -> (a slot is free) a call in a thread -> its answer -> completion
     load_weights: abort the calls, keep their tokens -> reload -> label -> `step` sends prompt and tokens again
 
-* Version of a token: weights change only while no call is in flight, so a call's tokens come from the weights that
-  were loaded when it was sent. `load_weights` gives the server a label, which is read again after each answer. A server
+* Version of a token: weights change only while no call is in flight. So a call's tokens come from the weights that were
+  loaded when it was sent. `load_weights` gives the server a label, which is read again after each answer. A server
   that restarted, or got weights from somebody else, has lost the label; its answers are then dropped.
 * Log-probs belong to the distribution that tokens are drawn from; `VllmServer.check` tests that at the start.
 * `verify` compares the files that the server loaded with the manifest, and asks the server for the canary's log-probs.
@@ -142,12 +142,12 @@ class OpenAiEngine:
 
     @property
     def num_active(self) -> int:
-        """Requests that are at the server, or will be with the next step."""
+        """Number of requests at the server, including those that the next step sends."""
         return min(len(self._open), self.num_slots)
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that have no slot yet."""
+        """Number of submitted requests that have no slot yet."""
         return len(self._open) - self.num_active
 
     def submit(self, request: Request) -> None:
@@ -316,7 +316,7 @@ class OpenAiEngine:
             entry.finish_reason = "length"
 
     def _problem_with(self, piece: Piece, num_asked: int) -> str | None:
-        """Return what is wrong with a piece: too many tokens, an unknown token id or an impossible log-prob."""
+        """Return what is wrong with a piece (too many tokens, an unknown token id, an impossible log-prob), or None."""
         tokens, highest = piece.tokens, max(piece.logprobs)
         if len(tokens) > num_asked:
             return f"{len(tokens)} tokens, and at most {num_asked} were asked for"

@@ -49,7 +49,7 @@ _TIES_NATS = np.log([1.0, 2.0, 3.0, 4.0])
 """-log(1 / n) for n = 1 to 4: minus the log-prob of each of n tokens that share the highest logit. Top-k 1 keeps all of
 them, and in 16 bits there may be several."""
 _PROBE_MIN_NATS = 1.0
-"""Log-probs, summed over the probe tokens, count as different from here on; rounding causes less."""
+"""Smallest difference of log-probs, summed over the probe tokens, that counts; rounding causes less."""
 
 
 class _ServedModel(StrictModel):
@@ -240,10 +240,7 @@ class VllmServer(ServiceClient):
         return self._read(_WeightInfo, "GET", "/weight_info").weight_version
 
     def load_weights(self, folder: Path, label: str, *, timeout_s: float) -> None:
-        """Load all weights from a folder, drop the key-value cache, and label the weights. No request may be active.
-
-        Args:
-            folder: its path as the server sees it.
+        """Load all weights from a folder of the server, drop its key-value cache, label them. No request may be active.
 
         Raises:
             ServiceError: the load failed; the server's weights may be a mixture.

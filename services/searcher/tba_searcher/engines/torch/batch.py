@@ -75,7 +75,7 @@ class Batch:
 
     @property
     def num_active(self) -> int:
-        """Slots that hold a request."""
+        """Number of slots that hold a request."""
         return self.num_used - len(self.holes)
 
     def active_slots(self) -> list[int]:
@@ -248,7 +248,7 @@ class PrefixCache:
         """Remove the first requests from `waiting` whose prefixes fit into the cache together.
 
         Returns:
-            The removed requests, at most `num_free`, and the (prefix, slot) pairs that the caller must prefill first.
+            The removed requests, at most `num_free`, and (prefix, slot) pairs to prefill first, also of later ones.
         """
         needed: dict[Prefix, None] = {}
         admitted: list[Request] = []

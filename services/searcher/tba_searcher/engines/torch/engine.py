@@ -4,8 +4,8 @@
                                                                                    -> completion
 
 * Continuous batching: a finished request is replaced before the next step (batch.py).
-* The S rollouts of a visit share one prefill: keys and values of all prompt tokens but the last are kept in a prefix
-  slot and copied. A request begins decoding with its last prompt token, so tokens are sampled in one place only.
+* The S rollouts of a visit share one prefill: it fills a prefix slot with all prompt tokens but the last, to be copied.
+  A request begins to decode with its last prompt token, so that tokens are sampled in one place only.
 * New weights: keys and values of active requests are recomputed before the next step; cached prefixes are dropped.
 """
 
@@ -111,12 +111,12 @@ class EmbeddedEngine:
 
     @property
     def num_active(self) -> int:
-        """Requests that are being decoded now."""
+        """Number of requests that are being decoded now."""
         return self._batch.num_active
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that have no slot yet."""
+        """Number of submitted requests that have no slot yet."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -390,10 +390,10 @@ def sample(
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
     """Draw one token per row, with its log-prob under exactly the distribution that was drawn from.
 
-    Without options nothing is masked, so that the trainer's log_softmax(logits / temperature) is the same number; a
+    Without options nothing is masked, so that the trainer's log_softmax(logits / temperature) is the same number. A
     model that gives PAD some probability may draw it like any other token. With options, three filters apply in this
-    order: they remove banned tokens, all but the `top_k` most probable tokens, and all but the smallest set with
-    `top_p` of the remaining mass. Remaining probabilities are renormalised.
+    order. The first removes banned tokens. The second keeps the `top_k` most probable tokens, and the third the
+    smallest set that holds `top_p` of the remaining mass. What remains is renormalised.
 
     Args:
         temperatures: float32; 0 takes the most probable token and reports its log-prob at temperature 1.

@@ -1,8 +1,8 @@
 """Checks that the embedded engine decodes a model exactly: first by the model's config, then by a trial.
 
-The engine's log-probs must equal those of a forward pass over the whole sequence, which the trainer computes. Three
-things break this without an error: layers that see only a part of the sequence, positions that are scaled by its
-length, and state besides keys and values. The trial decodes short sequences and one that is longer than each window.
+The engine's log-probs must equal those of a forward pass over the whole sequence, which the trainer computes. Windowed
+layers, positions that are scaled by the sequence length, and state besides keys and values break this without an error.
+The trial decodes short sequences and one that is longer than each window.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ref log-probs at the searcher: the starting model in memory beside the engine.
 
 With `objective.reference_placement = "searcher"` every rollout carries the sum of log pi_start over its response, at
-the policy temperature, and the trainer holds no reference model, as in the paper.
+the policy temperature. The trainer then holds no reference model, as in the paper.
 
 The starting model is version 0-0 as published: in `model.dtype`, checked like any version that an engine loads. The
 passes run in a thread of their own beside the engine's, with the same number of torch threads.

@@ -131,12 +131,12 @@ class VllmEngine:
 
     @property
     def num_active(self) -> int:
-        """Submitted requests, at most `num_slots`; vLLM decodes fewer if its key-value cache is too small for all."""
+        """Number of submitted requests, at most `num_slots`; vLLM decodes fewer while its key-value cache is full."""
         return min(len(self._requests), self.num_slots)
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that have no slot yet."""
+        """Number of submitted requests that have no slot yet."""
         return len(self._requests) - self.num_active
 
     def submit(self, request: Request) -> None:

@@ -58,7 +58,9 @@ class WeightsExtension:
 
     @_answers
     def tba_open_staging(self, on_cpu: bool) -> str:
-        """Prepare the worker for the other methods; call it once, first. With several ranks it ignores SIGTERM then.
+        """Prepare the worker for the other methods; the engine calls this once, before them.
+
+        With several ranks, this process then ignores SIGTERM and SIGINT, and ends when the searcher ends.
 
         Returns:
             Why weights cannot be staged for this model; empty if they can.

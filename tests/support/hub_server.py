@@ -13,7 +13,7 @@ KINDS = {"models": "", "datasets": "datasets/"}
 
 
 class HubServer:
-    """Serves folders.
+    """Serves folders as repositories of models and data sets.
 
     Args:
         repositories: `models/ORG/NAME` or `datasets/ORG/NAME` -> folder.
@@ -23,7 +23,7 @@ class HubServer:
     def __init__(self, repositories: dict[str, Path], *, gated: frozenset[str] = frozenset()) -> None:
         self.repositories, self.gated = repositories, gated
         self.lost_bytes = 0
-        """How many bytes more the description of every file says than are sent."""
+        """Bytes by which the stated size of every file exceeds the bytes that are sent."""
         self.downloads: list[str] = []
         """Name of every file that was sent."""
         handler = type("Handler", (_Handler,), {"hub": self})

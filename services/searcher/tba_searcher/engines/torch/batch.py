@@ -286,7 +286,7 @@ class PrefixCache:
 
 
 class KVCache(Cache):
-    """A static key-value cache with one length per slot, as a transformers `Cache`: model code stays as it is.
+    """A static key-value cache with one length per slot, as a transformers `Cache`, so that model code need not change.
 
     A position beyond the length of a slot may hold anything finite. The attention mask excludes it, and the slot
     overwrites it before it is attended to.

@@ -121,7 +121,8 @@ def target_of(recipe: Recipe, *, service: str | None, num_gpus: int | None = Non
     # `tba run` may listen beyond loopback too, with tokens of its own; a service alone that does so is a deployment
     is_local = recipe.buffer.url is None and (service is None or is_loopback(recipe.buffer.host))
     folder, is_going = RunFolder(Path(recipe.local.runs_dir) / recipe.run.name), False
-    if is_local and folder.endpoints_path.is_file() and folder.config_path.is_file():
+    # the lock and not a file: a supervisor that was killed leaves its files behind
+    if is_local and folder.is_in_use and folder.endpoints_path.is_file() and folder.config_path.is_file():
         recipe, is_going = load_recipe(folder.config_path, environ={}), True
     installed = [name for name in SERVICES if importlib.util.find_spec(f"tba_{name}") is not None]
     services = frozenset(installed or SERVICES if service is None else [service])

@@ -17,10 +17,12 @@ import pytest
 
 from tba.errors import ConfigError
 from tba.temporary_folders import temporary_folder
+from tba_cli.doctor.target import target_of
 from tba_cli.main import main
 from tba_cli.parser import parse_arguments
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import open_client
+from tests.support.buffer import make_recipe
 
 # ---- Run folders ----------------------------------------------------------------------------------------------------
 
@@ -31,6 +33,15 @@ def begun(tmp_path: Path) -> RunFolder:
     with folder.acquire(resume=False, fresh=False):
         folder.write_json(folder.recipe_path, {"run": {"name": "demo"}})
     return folder
+
+
+def test_doctor_takes_the_lock_for_a_run_in_progress_and_not_the_files_of_a_killed_one(begun: RunFolder) -> None:
+    recipe = make_recipe(run="demo", local={"runs_dir": str(begun.path.parent)})
+    begun.write_json(begun.config_path, recipe.model_dump(mode="json"))
+    begun.write_json(begun.endpoints_path, {})
+    assert not target_of(recipe, service=None).is_going
+    with begun.acquire(resume=True, fresh=False):
+        assert target_of(recipe, service=None).is_going
 
 
 @pytest.mark.parametrize("resume", [False, True])

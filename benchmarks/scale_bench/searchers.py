@@ -73,6 +73,7 @@ def sections(*, num_slots: int = 8, **changes: dict[str, Any]) -> dict[str, dict
             "drain_s": 20.0,
         },
         "reward": {"num_workers": 1},
+        "eval": {"num_samples": 1},  # `verdict` takes a result for one completion
     }
     for name, values in changes.items():
         document[name] = {**document.get(name, {}), **values}

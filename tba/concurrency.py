@@ -64,7 +64,7 @@ class _CallThread(threading.Thread):
     """A daemon thread that runs one call after the other.
 
     asyncio.to_thread uses no daemon threads, so a slow service could delay the end of the process. Idle threads are
-    kept for later calls, because starting a thread takes long while others compute.
+    kept for later calls, because starting a thread takes long while other threads compute.
     """
 
     _idle: ClassVar[deque[_CallThread]] = deque()
@@ -104,12 +104,12 @@ os.register_at_fork(after_in_child=_CallThread._idle.clear)
 
 
 class SingleFlight:
-    """Share the runs of an asyncio action among many callers (single flight).
+    """Run an asyncio action for many callers at once (single flight).
 
-    A run of the action covers everything that happened before it began, so it serves all callers that came before.
+    One run of the action serves all callers that have called `run` before this run begins.
 
     Args:
-        action: raises UnavailableError when it fails, which is raised to every caller that the run was for.
+        action: may raise UnavailableError, which then every caller that waits for this run gets.
         lock: held while the action runs.
     """
 
@@ -121,7 +121,7 @@ class SingleFlight:
         self._error: UnavailableError | None = None
 
     async def run(self) -> None:
-        """Wait until a run of the action that began after this call has ended; start it if no other caller does."""
+        """Wait for a whole run of the action that begins after this call. Start that run if no other caller does."""
         # the run under way began too early for this caller; the next one is enough for all that wait now
         wanted = self._num_begun + 1
         async with self._lock:

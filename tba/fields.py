@@ -73,7 +73,7 @@ def mean(values: Iterable[float]) -> float | None:
     """Return the mean; None if there are no values.
 
     Raises:
-        OverflowError: the sum is not finite, which takes values beyond MAX_NUMBER, stored by a release without it.
+        OverflowError: the sum is not finite. An older release, without MAX_NUMBER, may have stored such values.
     """
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None

@@ -1,7 +1,7 @@
 """`python -m tba.health`: the HEALTHCHECK of the images; exit code 0 if healthy, else 1 and a sentence.
 
-    python -m tba.health 8700                                 # of a service that listens: ask its /readyz
-    python -m tba.health --config /etc/tba/recipe.toml        # of one that does not: ask the buffer about its heartbeat
+    python -m tba.health 8700                                 # buffer, reward service: ask the /readyz of this port
+    python -m tba.health --config /etc/tba/recipe.toml        # trainer, searcher: ask the buffer about its heartbeat
 
 The first form imports the standard library alone, to be fast: containers run it every few seconds.
 """
@@ -39,7 +39,7 @@ def readiness_problem(port: int) -> str | None:
 
 
 def heartbeat_problem(config: str) -> str | None:
-    """Ask the buffer whether a component of this host is alive; return the reason if none is, or None if one is."""
+    """Ask the buffer whether a component of this host is alive. Return None if one is, else the reason in words."""
     from tba.clients import BufferClient
     from tba.config import load_recipe
     from tba.errors import TbaError

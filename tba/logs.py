@@ -62,13 +62,13 @@ def configure_logging(*, service: str, run: str) -> None:
 
 
 def silence_retries() -> None:
-    """Log nothing about retries of calls, for commands, which explain the outcome of a call in one sentence."""
+    """Stop logging retries of calls in this process. Commands call this: they print the outcome in one sentence."""
     stamina.instrumentation.set_on_retry_hooks([])
 
 
 @contextmanager
 def logs_on_stderr() -> Iterator[None]:
-    """Print log lines to stderr within the block; without `configure_logging`, structlog prints them to stdout."""
+    """Print logs to stderr inside the `with` block; structlog's default, before `configure_logging`, is stdout."""
     before = structlog.get_config()["logger_factory"]
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
@@ -78,8 +78,8 @@ def logs_on_stderr() -> Iterator[None]:
 
 
 class RepeatLimit:
-    """A structlog processor that drops warnings beyond `max_repeats` of one event in `window_s` seconds. The next one
-    that is printed has the number of dropped ones as `num_dropped`."""
+    """A structlog processor that drops warnings beyond `max_repeats` of one event in `window_s` seconds. The first
+    warning of the event after that has the number of dropped ones as `num_dropped`."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class RepeatLimit:
 
 
 def _in_order(bound: dict[str, str]) -> structlog.typing.Processor:
-    """Return a structlog processor that adds `bound` to every line, behind time, level, event and source."""
+    """Return a structlog processor that adds `bound` to every line, after time, level, event and source."""
 
     def order(
         logger: structlog.typing.WrappedLogger, method: str, line: structlog.typing.EventDict

@@ -3,7 +3,7 @@
     MODULE:NAME    an attribute of a module that the process can import; dots in NAME go into a class
 
 docs/extending.md has the protocol of each kind and an example. Any error of foreign code while it is loaded becomes a
-ConfigError that names the key, its value and the remedy.
+ConfigError that names the key, its value and the remedy. `what` names the key in messages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def import_object(path: str) -> Any:
 
 
 def find_module(path: str, *, what: str) -> ModuleSpec:
-    """Return the spec of the module of MODULE:NAME. Neither it nor the packages above it are imported and run."""
+    """Return the spec of the module in MODULE:NAME, without importing it or the packages above it."""
     _add_current_folder()
     module = path.partition(":")[0]
     top, *parts = module.split(".")
@@ -87,7 +87,7 @@ def find_module(path: str, *, what: str) -> ModuleSpec:
 
 @contextmanager
 def explain_errors(value: str, *, what: str, verb: str) -> Iterator[None]:
-    """Raise any exception of foreign code as a ConfigError that names the recipe's key; a TbaError stays as it is."""
+    """Turn errors of the `with` block into ConfigErrors with the message WHAT VALUE VERB (ERROR); a TbaError stays."""
     try:
         yield
     except TbaError:
@@ -103,5 +103,5 @@ def _add_current_folder() -> None:
 
 
 def remedy(what: str) -> str:
-    """Return the remedy, for error messages, if a plugin cannot be used."""
+    """Return the part of an error message that says what to do when a plugin cannot be used."""
     return f"correct {what}, install its package, or put the folder of its module on PYTHONPATH"

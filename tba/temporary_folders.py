@@ -14,7 +14,7 @@ _LOCK = "lock"
 
 @contextmanager
 def temporary_folder(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Create a temporary folder for the block, and delete it at the end.
+    """Create a temporary folder, and delete it at the end of the `with` block.
 
     First delete folders with the same prefix that killed processes have left, which nobody locks any more.
     """

@@ -38,7 +38,7 @@ def token_digest(token: str) -> str:
 
 
 def is_digest(token: str) -> bool:
-    """Return whether a text is the digest of a token, and not a token itself."""
+    """Return whether a text begins with DIGEST_PREFIX, as a digest does. The rest of it is not checked."""
     return token.startswith(DIGEST_PREFIX)
 
 
@@ -56,7 +56,7 @@ def new_tokens_files() -> dict[str, dict[str, str]]:
 
 
 def load_tokens(path: str | Path | None) -> dict[str, str] | None:
-    """Read role -> the token that clients send, without roles that have only digests; None: no authentication."""
+    """Read a tokens file; return role -> the token to send, without roles that have only digests. No path: None."""
     if path is None:
         return None
     tokens = {role: _to_send(several) for role, several in load_role_tokens(path).items()}
@@ -64,7 +64,7 @@ def load_tokens(path: str | Path | None) -> dict[str, str] | None:
 
 
 def load_role_tokens(path: str | Path) -> dict[str, tuple[str, ...]]:
-    """Read and check role -> all accepted tokens or digests; clients send the first one first."""
+    """Read and check a tokens file; return role -> its tokens or digests. Clients try them in this order."""
     what = f"auth.tokens_file {path}"
     try:
         document = json.loads(_read(path, what))

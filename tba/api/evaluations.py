@@ -63,7 +63,7 @@ class EvalNumbers(StrictModel):
     accuracy: float | None = None
     greedy_accuracy: float | None = None
     pass_at: dict[int, float | None] = Field(default_factory=dict)
-    """k -> pass@k."""
+    """k -> mean pass@k over the prompts."""
     mean_reward: float | None = None
     mean_response_tokens: float | None = None
     distinct_1: float | None = None
@@ -71,10 +71,10 @@ class EvalNumbers(StrictModel):
     distinct_3: float | None = None
     embedding_distance: float | None = None
     num_unknown: int = 0
-    """Completions left out. A completion without a score because of its own content counts as a failure, not here."""
+    """Number of completions left out. One that has no score because of its own content stays in, as a failure."""
 
     def metric(self, name: str) -> float | None:
-        """Return the value of a metric, by a name that `eval.best_metric` may have; None if it is unknown."""
+        """Return the value of the metric `name`, which is a possible value of `eval.best_metric`; None: not known."""
         k = pass_at_of(name)
         return getattr(self, name) if k is None else self.pass_at.get(k)
 

@@ -72,11 +72,11 @@ class PromptInfo(StrictModel):
     text_cut: bool
     """Whether `text` is only the beginning of the prompt's text."""
     data: dict[str, Any] | None
-    """Data for the scorer, such as the gold answer; None: left out of a page because it is longer than texts may be."""
+    """Data for the scorer, such as the gold answer; None: its JSON is longer than the `text_chars` of the request."""
     num_rollouts: int
     num_scored: int
     reward_mean: float | None
-    """Mean reward of the scored rollouts; None if there are none, as for the two below."""
+    """Mean reward of the scored rollouts; `reward_*` are None if there are none."""
     reward_min: float | None
     reward_max: float | None
 
@@ -162,7 +162,7 @@ class LeaseReply(StrictModel):
 
 
 class LeaseReturn(StrictModel):
-    """POST /v1/leases/return: return unfinished leases. Visits of `refused_lease_ids` end: they cannot be sampled."""
+    """POST /v1/leases/return: return unfinished leases. Visits of `refused_lease_ids` end: they cannot be completed."""
 
     searcher_id: Name
     lease_ids: list[Name] = Field(max_length=MAX_LEASE_IDS)

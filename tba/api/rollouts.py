@@ -65,9 +65,9 @@ class TrainedStep(StrictModel):
     at_s: float
     """Time of its ack, Unix seconds."""
     advantage: float | None
-    """A_j of the rollout in that step; None: the objective has none."""
+    """The advantage A_j of the rollout in that step; None: the objective has no advantage."""
     weight: float | None
-    """Mean weight of its tokens in that step; None: no forward pass was made, since it has no share in the gradient."""
+    """Mean weight of the rollout's tokens in that step; None: no share in the gradient, so no forward pass was made."""
     skipped: str | None
     """Why the step left the weights unchanged; None: it was applied."""
     abandoned: bool
@@ -89,8 +89,8 @@ class RolloutInfo(StrictModel):
     prompt_text: str | None
     """Cut to the same length as the response text; None: the run no longer has the prompt."""
     prompt_data: dict[str, Any] | None = None
-    """Data for the scorer, such as the gold answer. None: the run no longer has the prompt, or the data is left out of
-    a page because it is longer than texts may be."""
+    """Data for the scorer, such as the gold answer. None: the run no longer has the prompt, or the JSON of the data is
+    longer than the `text_chars` of the request."""
     num_prompt_tokens: int
     num_response_tokens: int
     response_text: str
@@ -141,6 +141,6 @@ class RolloutDetail(RolloutInfo):
     token_texts: list[str] | None = None
     """The text that each response token adds; None: this service has no tokenizer of the model."""
     trained: list[TrainedStep] = Field(default_factory=list)
-    """Steps that consumed it, oldest first, as far back as their advantages are kept."""
+    """Steps that consumed the rollout, oldest first; without steps whose advantages are no longer kept."""
     trained_since: VersionText | None = None
     """The oldest step whose advantages are kept; older steps are only in the ledger. None: no step is kept."""

@@ -1,4 +1,4 @@
-"""Bodies about the run: live settings, number of searchers, components and waits, its state and the changes of it."""
+"""Bodies about the run: live settings, number of searchers, components, waits, state and its changes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class ScalingInfo(StrictModel):
 
 
 ACKNOWLEDGED_HEADER = "tba-acknowledged"
-"""Header of heartbeats and their replies: number of acknowledged changes, and the start of the buffer that counted."""
+"""Header of heartbeats and their replies, PROCESS:NUMBER. A buffer process counted NUMBER acknowledged changes."""
 AuditRole = Role | Literal["buffer"]
 """The author of a change of the run: an operator, the trainer, or the buffer (when rewards can never be known)."""
 
@@ -216,7 +216,7 @@ class RollbackRequest(StrictModel):
     """Have the trainer return to the newest checkpoint at or before `step`, of the active lineage or its ancestors.
 
     The trainer does so before its next step, in a new lineage. A repeated request (same `request_id`) changes nothing,
-    unless more than 30 others came in between. Nor does a request for the same checkpoint as a waiting rollback.
+    unless more than 30 others came in between. A request for the checkpoint of a waiting rollback changes nothing.
     """
 
     step: Integer = Field(ge=0, le=MAX_STEP)
@@ -230,7 +230,7 @@ class RollbackInfo(StrictModel):
     version: VersionText
     """The checkpoint to return to; if it is missing or damaged, the trainer takes an older one."""
     step: int
-    """The step of the request."""
+    """The step that the operator asked for; that of `version` may be lower."""
     reason: str | None
     at_s: float
     request_id: Name

@@ -7,11 +7,11 @@ from pydantic import Field
 from tba.fields import StrictModel, VersionText
 
 NUM_DECILES = 11
-"""Smallest, nine deciles, largest."""
+"""Length of `reward_deciles`: smallest value, nine deciles, largest value."""
 
 
 class Rates(StrictModel):
-    """Rollouts and completion tokens per second, counted by this process over the last `window_s` seconds."""
+    """Rollouts and completion tokens per second, counted by the buffer process over the last `window_s` seconds."""
 
     window_s: float
     generated_per_s: float
@@ -81,14 +81,14 @@ class Stats(StrictModel):
     checkpoint_position: int = 0
     """Log position of the last checkpoint of the log; a restart reads the later events one by one."""
     index_bytes: int = 0
-    """Memory of the index in this process."""
+    """Memory of the index in the buffer process."""
     epoch: int = 0
     """Epoch of the buffer process that owns the run."""
     num_publications: int
     pushed: dict[str, int]
     refused: dict[str, int]
     evicted: dict[str, int]
-    """Reason -> rollouts."""
+    """Reason -> number of rollouts."""
     rescored: dict[str, int] = Field(default_factory=dict)
     leases: dict[str, int]
     rollouts_generated: int
@@ -96,17 +96,17 @@ class Stats(StrictModel):
     rollouts_trained: int
     """Rollouts of batches that a step trained on."""
     rollouts_refused_by_trainer: dict[str, int] = Field(default_factory=dict)
-    """Reason -> rollouts of batches that the trainer could not use."""
+    """Reason -> number of drawn rollouts that the trainer could not use."""
     batches_skipped: dict[str, int] = Field(default_factory=dict)
-    """Reason -> batches that a step consumed without training on them."""
+    """Reason -> number of batches that a step consumed without training on them."""
     trained_steps: dict[str, int] = Field(default_factory=dict)
-    """Number of steps with a record of each rollout's advantage and weight: how many are kept, and dropped."""
+    """`kept`, `dropped`: number of steps whose advantages and weights are still stored, or were dropped."""
     samples_per_insert: float | None
     """Rollouts trained / rollouts generated."""
     slots: dict[str, int]
-    """Numbers of slots in drawn batches (total, recent, replay, fallback), of their rollouts, and distinct_rollouts."""
+    """Counts over all drawn batches: slots (total, recent, replay, fallback), rollouts and distinct_rollouts."""
     unique_ratio: float | None = None
-    """Distinct rollouts, counted within each group / drawn rollouts."""
+    """distinct_rollouts / rollouts of `slots`. A rollout that two groups draw counts as distinct in both."""
     realised_most_on_policy: float | None
     """Share of slots that drew from recent data."""
     mean_reward_recent: float | None

@@ -63,7 +63,7 @@ class BufferClient(ServiceClient):
         return parse_reply(self._send(path, body), reply)
 
     def upload_prompts(self, prompts: Sequence[api.Prompt]) -> api.PromptUploadReply:
-        """Upload prompts. A known id with the same content is accepted; with other content it refuses the upload."""
+        """Upload prompts. A known id is accepted with the same content; with other content, the whole upload fails."""
         return self._post("/v1/prompts", api.PromptUpload(prompts=list(prompts)), api.PromptUploadReply)
 
     def lease(self, request: api.LeaseRequest) -> api.LeaseReply:
@@ -84,7 +84,7 @@ class BufferClient(ServiceClient):
         return self._post("/v1/leases/renew", request, api.LeaseRenewalReply)
 
     def push(self, payloads: Sequence[bytes]) -> api.PushReply:
-        """Store encoded rollouts. They are durable when the reply arrives, which has an outcome for each.
+        """Store encoded rollouts; return the outcome of each. The stored ones are durable before the reply is sent.
 
         Raises:
             BusyError: flow control; try again after `retry_after_s`.

@@ -124,11 +124,11 @@ class ServiceClient:
         self._http.close()
 
     def not_ready(self, *, timeout_s: float | None = None) -> ServiceError | None:
-        """Ask GET /readyz once; return the service's error if it is not ready, or None if it is.
+        """Ask GET /readyz once; return None if the service is ready, else its error.
 
         Raises:
-            TlsError: it never answered, and its TLS does not match the settings.
-            UnavailableError: it does not answer.
+            TlsError: the service never answered, and its TLS does not match the settings.
+            UnavailableError: the service does not answer.
         """
         reply = self.ask("/readyz", timeout_s=timeout_s)
         return None if reply.status == 200 else error_of(reply)
@@ -236,13 +236,13 @@ class ServiceClient:
 
     @contextmanager
     def _stream(self, path: str, *, silence_s: float) -> Iterator[urllib3.response.BaseHTTPResponse]:
-        """Yield the reply to a GET; the caller reads the body as it arrives.
+        """GET a path without retries; yield the reply. The caller reads its body inside the `with` block.
 
         Args:
             silence_s: longest wait for the next byte, in seconds.
 
         Raises:
-            ServiceError: one of its subclasses; within the block too, when the connection breaks.
+            ServiceError: one of its subclasses. A connection that breaks while the caller reads raises one too.
         """
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=silence_s)
         answer = self._open("GET", self._path + path, headers={}, timeout=timeout, preload_content=False)

@@ -60,7 +60,7 @@ class PrepareItem(StrictModel):
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """The source of the content, as it is recorded in the folder and compared with the record of an existing one.
+        """The source of the content. The folder gets a record of it; that of an existing folder is compared with it.
 
         If TRL's settings file is missing, as in a pod with only the recipe, `settings_sha256` is None: no comparison.
         """
@@ -73,9 +73,9 @@ class PrepareItem(StrictModel):
 
 
 def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a copy of a document with every text that equals a key of `texts` replaced by the value of that key.
+    """Return a copy of a document (dicts, lists, scalars) in which `texts` maps old texts to new ones.
 
-    So a new path of a `[[prepare]]` folder gets into all sections that name it: reward models, victims, data sets.
+    Only a whole text that is a key of `texts` is replaced, at any depth. Keys of the document stay as they are.
     """
     if isinstance(value, dict):
         return {key: with_replaced(child, texts) for key, child in value.items()}
@@ -85,7 +85,7 @@ def with_replaced(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 class ColumnValue(StrictModel):
-    """A value of a prompt's data, taken from a column of the data set. A plain text means the column of this name."""
+    """A value of a prompt's data, taken from a column of the data set. A plain text gives the `column` alone."""
 
     column: str = Field(min_length=1)
     """Name of the column, or a path into a nested one: `reward_model.ground_truth`."""

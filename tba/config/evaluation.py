@@ -50,8 +50,8 @@ class PublishedSection(StrictModel):
     """Keys of the prompts' data, such as "level". The metrics are also reported for the prompts of each value of such a
     key, as success_rate[level=3]. Every held-out prompt needs these keys, with a text or a number."""
     perplexity: bool = False
-    """Measure the perplexity of the completions under the starting model: per completion token, and as published for
-    TL;DR, per token of prompt and completion together."""
+    """Measure the perplexity of the completions under the starting model: per completion token; and per token of prompt
+    and completion together, as published for TL;DR."""
     references: list[PublishedNumber] = Field(default_factory=list)
     """Published numbers to compare the result with."""
 

@@ -24,7 +24,7 @@ RECIPE_KEYS: dict[LiveName, tuple[str, str]] = {
 }
 """The recipe's section and key of each live setting."""
 AS_RECIPE = "recipe"
-"""The word for a live setting that has the recipe's value, in what people read and type."""
+"""Word that people read and type in place of a value: the live setting has the recipe's value."""
 
 
 class LiveSettings(StrictModel):

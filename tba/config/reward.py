@@ -147,8 +147,8 @@ class ModelScorerSpec(ScorerSpec):
 
     @property
     def models_key(self) -> str:
-        """Key of the model server: scorers with equal keys share one. Settings about the use of its output
-        (weight, gate, ...) are not in it."""
+        """Settings that decide the model server, as JSON; scorers with equal keys share a server. Settings about the
+        use of its output (weight, gate, ...) are left out."""
         return self.model_dump_json(exclude={"weight", "gate", "timeout_s", "against", "missing_eos_penalty"})
 
 
@@ -235,7 +235,7 @@ class HttpSpec(ScorerSpec):
     kind: Literal["http"]
     url: str = Field(pattern=r"^https?://")
     """URL to post batches to, in the schema of `POST /v1/score` (docs/rewards.md). It is part of the reward version:
-    when the endpoint changes its scores, change a query (`?v=2`)."""
+    when the endpoint begins to score differently, change the URL too, for example its query (`?v=2`)."""
     task: TaskName | None = None
     """Task name to send with the items; default: `score`."""
     token_env: str | None = None

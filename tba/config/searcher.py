@@ -23,8 +23,8 @@ VLLM_MAX_TEMPERATURE = 2.0
 
 
 VLLM_RELEASES = ("0.32.0",)
-"""Releases of vLLM that pass the contract tests of the engines, also named in the services' extras: the pinned one, and
-later its successor. Other releases may change functions that the engine calls (docs/searcher.md)."""
+"""Releases of vLLM that pass the contract tests of the engines; the services' extras pin the first of them. Other
+releases may change functions that the engine calls (docs/searcher.md)."""
 
 
 def check_vllm_release(version: str) -> None:

@@ -155,7 +155,7 @@ class SamplingSection(StrictModel):
     rollouts_per_visit: int = Field(default=8, ge=1)
     """S: completions per visit of a prompt."""
     most_on_policy_prob: Probability = 0.5
-    """m: probability that a slot draws from recent rollouts: those since the publication before the last one (with
+    """m: probability that a slot draws from recent rollouts. These were stored since the last but one publication (with
     `alternate`: since the last one)."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""

@@ -202,7 +202,7 @@ class TrainerSection(StrictModel):
     checkpoint_interval: int = Field(default=50, ge=1)
     """Optimizer steps between checkpoints; one more is written at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep. The newest one that a good step followed is kept too, for rollbacks."""
+    """Number of newest checkpoints to keep. For rollbacks, the newest one that a good step followed is kept too."""
     keep_versions: int = Field(default=8, ge=2)
     """Number of newest weight versions to keep. Versions that a component or an evaluation still needs are kept too;
     with `sampling.lag_steps`, also all versions newer than the one that searchers sample with."""

@@ -29,7 +29,7 @@ MAX_DISCARDED_BYTES = 64 * 2**20
 BODY_IDLE_S = 10.0
 """Longest wait for the next bytes of a body, after which it is refused."""
 MIN_BODY_BYTES_PER_S = 64 * 1024
-"""Slowest accepted body: its total waits may take BODY_IDLE_S, and one second more per this many received bytes."""
+"""Slowest accepted rate: all waits for a body may take BODY_IDLE_S + received bytes / this, in seconds."""
 Ready = Callable[[], Awaitable[str | None]]
 
 

@@ -189,7 +189,7 @@ class AuthThrottle:
         return self._num_delayed >= MAX_DELAYED
 
     async def delay(self, address: str) -> None:
-        """Count a refusal, and return once it may be answered."""
+        """Count a refusal of this address, and wait until its reply may be sent (DELAY_S or not at all)."""
         self._refused.inc()
         now_s = self._clock()
         num, last_s, logged_s = self._by_address.pop(address, (0, now_s, -math.inf))

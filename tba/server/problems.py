@@ -18,7 +18,7 @@ from tba.tls import with_bare_urls
 
 TYPE_PREFIX = "urn:tba:problem:"
 UNAVAILABLE_RETRY_S = 1
-"""Value of Retry-After for 503: a service that is unavailable checks this often whether it still is."""
+"""Value of Retry-After for 503, in seconds: an unavailable service checks this often whether it is available again."""
 MAX_ERRORS_SAID = 3
 MAX_WHERE_CHARS = 200
 log = get_logger("http")
@@ -31,7 +31,7 @@ _short.maxlevel, _short.maxdict, _short.maxlist = 2, 4, 4
 def problem_response(
     *, status: int, slug: str, detail: str, headers: dict[str, str] | None = None, **extra: Any
 ) -> JSONResponse:
-    """Return a response `application/problem+json`, whose type is TYPE_PREFIX and `slug`."""
+    """Return a response `application/problem+json`, with the type TYPE_PREFIX + `slug`. `extra`: more members."""
     body = {"type": TYPE_PREFIX + slug, "title": HTTPStatus(status).phrase, "status": status}
     body |= {"detail": with_bare_urls(detail), **extra}
     return JSONResponse(body, status_code=status, headers=headers, media_type="application/problem+json")

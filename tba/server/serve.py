@@ -80,7 +80,7 @@ def serve(
 
 @asynccontextmanager
 async def not_ready(host: str, port: int, *, tls: TlsSection, reason: Callable[[], str]) -> AsyncIterator[None]:
-    """Serve during the block, in which the process waits for another service: 200 for /livez, 503 for all else.
+    """Answer HTTP requests while the `with` block waits for another service: 200 for /livez, 503 for all else.
 
     Args:
         reason: returns the detail of the 503.
@@ -239,8 +239,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def max_connections() -> int:
-    """Raise this process's limit on open files as MAX_CONNECTIONS needs and the system allows; return the number of
-    connections that a server may then have."""
+    """Raise this process's limit on open files for MAX_CONNECTIONS, as far as the system allows. Return the number of
+    connections that a server may have under the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

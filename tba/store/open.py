@@ -14,11 +14,11 @@ from tba.tls import check_bare_url, check_ca_file, without_secrets
 
 POLL_S = 1.0
 TIMEOUT_S = 30.0
-"""Deadline of one operation on S3, including retries; for a download, the deadline counts from the last byte."""
+"""Deadline of one operation on S3, including retries; in a download, it counts from the last received byte."""
 
 
 def is_retryable(error: StoreUnavailableError) -> bool:
-    """Return whether a retry may succeed, because the store is unreachable or overloaded; wrong keys stay wrong."""
+    """Return whether a retry may succeed, because the store is unreachable or overloaded. Wrong credentials are not."""
     cause = error.__cause__
     if cause is None or isinstance(cause, OSError):
         return False  # the embedded store: a missing folder stays missing

@@ -31,7 +31,7 @@ from tba.tls import explain_tls_error
 T = TypeVar("T")
 
 _PART_BYTES = 32 << 20
-"""Size of a part. Files above twice this size are sent and read in parts; larger ones than 312 GiB in larger parts."""
+"""Size of a part. Files above twice this size are sent and read in parts. Files above 312 GiB have larger parts."""
 _CHUNK_BYTES = 1 << 16
 """Bytes that are read and written at a time in a download."""
 _NUM_CONNECTIONS = 4
@@ -241,7 +241,7 @@ class S3Store:
         raise AssertionError("a retry loop ends with a result or an error")
 
     def _try(self, verb: str, operation: Callable[[], T]) -> T:
-        """Run an operation once; raise StoreTlsError for a TLS problem before the store has ever answered."""
+        """Run an operation once. For a TLS problem, raise StoreTlsError if the store has never answered."""
         try:
             result = operation()
         except S3_ERRORS as error:
@@ -259,7 +259,7 @@ class S3Store:
     def _put(
         self, key: str, send: Callable[[dict[str, str]], Any], *, create_only: bool, is_same: Callable[[], bool]
     ) -> None:
-        """Send one write with retries. `is_same` tells whether an object that a create-only retry finds is our own."""
+        """Send one write with retries. If a create-only retry finds an object, `is_same` says whether it is ours."""
         num_tries = 0
 
         def operation() -> None:

@@ -106,7 +106,7 @@ def exact_bits(rank: int) -> int:
 
 
 def _on_grid(matrix: NDArray[np.float64], num_bits: int) -> NDArray[np.float64]:
-    """Round to multiples of the power of two that makes every element a whole number of at most `num_bits` bits."""
+    """Round a matrix to whole multiples, of at most `num_bits` bits, of one power of two for all elements."""
     exponent = int(np.frexp(np.abs(matrix).max())[1]) - num_bits
     return np.ldexp(np.rint(np.ldexp(matrix, -exponent)), exponent)
 
@@ -150,7 +150,7 @@ def merge_into(weight: RawTensor, adapter: LayerAdapter, out: NDArray[np.uint8])
 
 
 def merged_table(base: Manifest, weights: Mapping[str, RawTensor], adapter: Adapter, path: Path) -> list[TensorEntry]:
-    """Return the manifest entries of the tensors of the starting model merged with an adapter, hashed block by block.
+    """Merge an adapter into the starting model block by block, hash the tensors, and return their manifest entries.
 
     Args:
         base: manifest of the starting model.

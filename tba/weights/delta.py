@@ -45,7 +45,7 @@ _LENGTH_BYTES = 4
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
 )
-"""zstd looks for few matches: in noise they are chance, and those that level 1 takes cost time and a sixth in size."""
+"""zstd searches little for matches: in noise they are chance. Those that level 1 uses cost time and a sixth in size."""
 _SKIP = 255
 _LARGE = 15
 

@@ -84,7 +84,7 @@ def describe_tensors(paths: Sequence[Path]) -> list[TensorEntry]:
     """Hash every tensor of safetensors files; return one manifest entry per tensor.
 
     Raises:
-        MalformedError: also a tensor that no manifest may name, for example of an unknown dtype.
+        MalformedError: as `params_sha256_of_files`, or no manifest may name a tensor, for example of an unknown dtype.
         StoreError: as `params_sha256_of_files`.
     """
     tensors = open_tensors(paths)

@@ -71,8 +71,8 @@ class NodeCache:
 
     @contextmanager
     def only_one(self, name: str) -> Iterator[None]:
-        """Hold the lock of `name`, so that one process at a time makes its files. Wait up to `wait_s` for it; after
-        that, or where locking fails, go on without it."""
+        """Hold the lock of `name` in the `with` block, so that one process at a time makes a version. The block runs
+        without the lock if that is not free after `wait_s`, or if locking fails."""
         deadline_s = time.monotonic() + self._wait_s
         try:
             file = (self._folder / f".lock-{name}").open("w", encoding="utf-8")
@@ -103,7 +103,9 @@ class NodeCache:
             yield
 
     def take(self, name: str, path: Path, *, max_bytes: int) -> bool:
-        """Link or copy an entry to `path`; return False if there is none. Verify the file, and never write into it.
+        """Link or copy an entry to `path`; return False if there is none.
+
+        The caller must verify the file, and must never write to it.
 
         Args:
             max_bytes: a larger entry is damaged; it is deleted from the cache, and not copied.

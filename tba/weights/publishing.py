@@ -322,7 +322,7 @@ class VersionWriter:
 
 
 class ShareTable(BaseModel):
-    """The tensors of a share, and the store objects that they become: `full` if whole, `changes` if as a delta."""
+    """The tensors of a share, and its store objects: `full` if stored whole, `changes` if stored as a delta."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -334,10 +334,10 @@ class ShareTable(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ShareBase:
-    """An older version: the changes of a share are encoded against it."""
+    """An older version, against which a share encodes the changes of its tensors."""
 
     paths: Sequence[Path]
-    """Local files that hold this process's share of its tensors, or more of them."""
+    """Local files with tensors of that version, at least those that the share needs."""
     digests: Mapping[str, str]
     """Tensor name -> digest, for all tensors of the version's manifest."""
 
@@ -503,7 +503,7 @@ class OtherShares(Protocol):
 
 
 def describe_changes(prefix: str, path: Path, *, stem: str) -> DeltaObject:
-    """Hash a delta file or an adapter; return its store object: key under `prefix`, size and digest."""
+    """Hash a delta file or an adapter; return its store object, with the key `prefix` + STEM-DIGEST.SUFFIX."""
     # named by its content: what a killed trainer left under the version never stands in the way
     digest = digest_of_file(path)
     name = f"{stem}-{digest}{path.suffix}"

@@ -61,7 +61,7 @@ from tba.wire.weight_manifest import (
 )
 
 _MAX_SEARCHED = 32
-"""Most deltas of a route from a version on this machine: the manifest of each is one request to the store."""
+"""Most deltas of a route from a version on this machine. Each costs a request to the store, for its manifest."""
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header of a safetensors file that its library reads."""
 _REMEDY = "pull again; if the error remains, delete the version"
@@ -81,7 +81,7 @@ class LocalVersion:
     downloaded_bytes: int = 0
     num_failed_routes: int = 0
     base: LocalVersion | None = None
-    """The starting model, if it was downloaded to merge an adapter and is kept for the next one (`keeps_base`)."""
+    """The starting model, if it was downloaded to merge an adapter, and is kept for the next adapter (`keeps_base`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class VersionReader:
         return LocalVersion(target.policy_version, tuple(paths), target, kind, route.size_bytes)
 
     def _merge(self, route: Route, adapter: Adapter, target: Manifest, folder: Path) -> LocalVersion:
-        """Merge the adapter of a version into the starting model; get that first if it is not on this machine."""
+        """Merge the adapter of a version into the starting model; download the model first if this machine lacks it."""
         path = self._get(adapter.stored, folder / f".{adapter.stored.name}")
         base: LocalVersion | None = None
         if isinstance(route.start, LocalVersion):
@@ -348,7 +348,7 @@ class VersionReader:
 
 
 def damage_error(store: ObjectStore, stored: StoredObject | TensorFile | DeltaObject, found: str) -> DigestError:
-    """Return the error about an object whose bytes are not what the manifest says."""
+    """Return the error about an object whose bytes are not what the manifest says; `found` says what they are."""
     return DigestError(
         f"object {stored.key} in {store.url} is damaged: {found}, the manifest says {stored.size_bytes} bytes; "
         f"{_REMEDY}"

@@ -74,8 +74,8 @@ def check_redis_is_newest(store: ObjectStore, run: str, read_run: Callable[[], R
         read_run: asks the buffer for the run. The store is listed first, so that steps made meanwhile are no gap.
 
     Raises:
-        OlderRedisError: Redis lacks it, and the step is neither accepted as lost nor of the run that was forked. A
-            trainer would repeat missing steps and delete the versions that it does not know.
+        OlderRedisError: Redis lacks the step, and an accepted loss or a fork does not explain that. A trainer would
+            repeat missing steps, and delete the versions that it does not know.
         StoreUnavailableError
     """
     prefixes = f"runs/{run}/weights/", checkpoint_prefix(run)

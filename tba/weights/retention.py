@@ -29,7 +29,7 @@ def reasons_to_keep(
         versions: all versions of the run, in any order.
         info: the run as the buffer knows it; None: the run is over, and nobody holds a version.
         checkpoints: versions that have a checkpoint in the store.
-        keep: this many are kept of the versions that are not newer than the one that searchers sample with.
+        keep: number of newest versions to keep, not counting those newer than the one that searchers sample with.
         needed_by: returns the given versions and all that they are assembled from (`WeightVersions.needed_by`).
 
     Raises:

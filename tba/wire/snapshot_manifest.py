@@ -1,7 +1,7 @@
 """The snapshot manifest: the immutable JSON document that makes one saved buffer exist.
 
     runs/<run>/snapshots/<name>/rollouts-<attempt>-00000.msgpack   rollouts, one msgpack document after the other
-                                live-<attempt>-00000.msgpack       the position there of each live rollout
+                                live-<attempt>-00000.msgpack       log position, object, offset of each live rollout
                                 prompts-<attempt>-00000.jsonl      prompts in upload order
                                 manifest.json                      written last, create-only
 

@@ -109,7 +109,7 @@ class SingleFlight:
     One run of the action serves all callers that have called `run` before this run begins.
 
     Args:
-        action: may raise UnavailableError, which then every caller that waits for this run gets.
+        action: if it raises UnavailableError, every caller that waits for this run gets that error.
         lock: held while the action runs.
     """
 

@@ -79,7 +79,7 @@ def logs_on_stderr() -> Iterator[None]:
 
 class RepeatLimit:
     """A structlog processor that drops warnings beyond `max_repeats` of one event in `window_s` seconds. The first
-    warning of the event after that has the number of dropped ones as `num_dropped`."""
+    warning of the event in the next window has the number of dropped ones as `num_dropped`."""
 
     def __init__(
         self,

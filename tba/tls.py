@@ -49,7 +49,7 @@ def with_bare_urls(value: Any) -> Any:
 
 
 def check_bare_url(url: str, key: str = "the address") -> str:
-    """Return an address unchanged; raise ConfigError, which does not show it, if it may hold a secret."""
+    """Return a URL unchanged; if it may hold a secret, raise ConfigError, which names `key` and hides the URL."""
     if any(mark in url for mark in "@?#"):
         raise ConfigError(
             f"{key} has a user, a password or options in it (@, ? or #), which no request would carry, and which would "

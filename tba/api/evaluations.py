@@ -22,7 +22,7 @@ class EvalResult(StrictModel):
     num_wrong: Annotated[Integer, Field(ge=0, le=4096)] | None = None
     """Completions without a score because of their own content (for example too long); they count as failures."""
     num_raised: Annotated[Integer, Field(ge=0, le=4096)] | None = None
-    """Completions that made the scorer raise an exception; they count as failures if it can score other completions."""
+    """Completions whose scorer raised an exception; they count as failures if others of the task have a score."""
     distinct_1: Number | None = None
     distinct_2: Number | None = None
     distinct_3: Number | None = None

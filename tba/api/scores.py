@@ -40,7 +40,7 @@ ANSWER_REASONS: frozenset[ScoreReason] = frozenset({"ambiguous", "out_of_memory"
 HANG_REASONS: frozenset[ScoreReason] = frozenset({"timeout", "too_slow"})
 """Reasons after which one item may have kept the other items of its request waiting."""
 AWAY_REASONS: frozenset[ScoreReason] = frozenset({"unreachable"})
-"""Reasons that say that the scorer does not answer. The item then stays pending, and is scored later."""
+"""Reasons that mean that the scorer does not answer. The item then stays pending, and is scored later."""
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

@@ -58,7 +58,7 @@ class FailedReason(StrictModel):
 
 
 class Stats(StrictModel):
-    """GET /v1/stats: what is stored now, and counts since the run began; those are None or empty for a snapshot."""
+    """GET /v1/stats: what is stored now, and counts since the run began (None or empty where a snapshot is shown)."""
 
     run: str
     num_rollouts: int

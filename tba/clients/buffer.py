@@ -92,7 +92,7 @@ class BufferClient(ServiceClient):
         return parse_reply(self._call("POST", "/v1/rollouts", msgpack=encode_push(payloads)), api.PushReply)
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Send a heartbeat. A trainer's also reports the number of acknowledged changes from the previous reply."""
+        """Send a heartbeat. A trainer also sends back the header `tba-acknowledged` of the previous reply."""
         # a Redis that was restored from an old backup knows less than it has acknowledged; the trainer is the witness
         known = {api.ACKNOWLEDGED_HEADER: self._acknowledged} if self._acknowledged and beat.kind == "trainer" else {}
         reply = self._call("POST", "/v1/heartbeats", msgpack=encode_heartbeat(beat), headers=known)
@@ -243,11 +243,11 @@ class BufferClient(ServiceClient):
     # ---- What a viewer may ask ---------------------------------------------------------------------------------------
 
     def stats(self) -> api.Stats:
-        """Return the numbers of what the buffer stores, and its counts."""
+        """Return numbers about the stored rollouts, and counts since the run began."""
         return self._get("/v1/stats", api.Stats)
 
     def ledger(self, *, after: int = 0, limit: int = 1000) -> api.LedgerReply:
-        """Return up to `limit` lines of the ledger, acked batches and resumes, after the first `after` lines."""
+        """Return up to `limit` lines of the ledger (acked batches and resumes), without its first `after` lines."""
         return self._get("/v1/ledger", api.LedgerReply, after=after, limit=limit)
 
     def curves(

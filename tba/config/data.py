@@ -60,7 +60,7 @@ class PrepareItem(StrictModel):
 
     @property
     def origin(self) -> dict[str, str | None]:
-        """The source of the content. The folder gets a record of it; that of an existing folder is compared with it.
+        """The source of the content. It is recorded in a new folder, and compared with the record of an existing one.
 
         If TRL's settings file is missing, as in a pod with only the recipe, `settings_sha256` is None: no comparison.
         """

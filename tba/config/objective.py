@@ -53,8 +53,8 @@ class Parts:
     imitates the better ones."""
     aggregation: Aggregation = "rollouts"
     old_policy: OldPolicy = "sampler"
-    """Source of the log-probs of pi_old: as the sampler reported them, or computed again, by the trainer, with the same
-    weights."""
+    """Source of the log-probs of pi_old. `sampler`: as reported with the rollout. `trainer`: the trainer computes them
+    again, with the weights that sampled the rollout."""
     age_scaled: bool = False
     clip_range: float = 0.2
     clip_range_high: float = 0.2

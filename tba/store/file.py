@@ -331,7 +331,7 @@ def explain_no_locks(folder: Path, error: OSError) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file to write. If the `with` block raises no error, the file then becomes `path`."""
+    """Yield a temporary file to write. If the `with` block raises no error, the file then replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(_TEMPORARY + secrets.token_hex(8))
     try:

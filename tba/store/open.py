@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 
 def is_retryable(error: StoreUnavailableError) -> bool:
-    """Return whether a retry may succeed, because the store is unreachable or overloaded. Wrong credentials are not."""
+    """Return whether a retry may succeed, since the store is unreachable or overloaded. False for wrong credentials."""
     cause = error.__cause__
     if cause is None or isinstance(cause, OSError):
         return False  # the embedded store: a missing folder stays missing

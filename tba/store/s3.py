@@ -259,7 +259,7 @@ class S3Store:
     def _put(
         self, key: str, send: Callable[[dict[str, str]], Any], *, create_only: bool, is_same: Callable[[], bool]
     ) -> None:
-        """Send one write with retries. If a create-only retry finds an object, `is_same` says whether it is ours."""
+        """Send a write with retries. `is_same` says whether the object that a create-only retry finds is equal."""
         num_tries = 0
 
         def operation() -> None:

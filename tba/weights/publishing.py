@@ -90,7 +90,7 @@ def version_prefix(run: str, version: PolicyVersion) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSettings:
-    """When versions are stored as deltas."""
+    """Conditions for storing a version as a delta."""
 
     keyframe_interval: int = 16
     """One version out of this many is stored whole, so that chains of deltas stay short."""
@@ -127,7 +127,7 @@ class NewVersion(TypedDict):
     base: NotRequired[LocalVersion | None]
     """An older version whose files are on this machine, as the base of a delta; None: the version is stored whole."""
     deltas: NotRequired[DeltaSettings | None]
-    """When a version is stored as a delta; None: the defaults."""
+    """Conditions for storing the version as a delta; None: the defaults."""
     others: NotRequired[OtherShares | None]
     """Other processes, which store the tensors that `tensors_paths` lacks; None: `tensors_paths` holds all tensors."""
 

@@ -430,8 +430,10 @@ def _plan(
     tables: Sequence[Mapping[str, TensorEntry]],
     changes: Sequence[Mapping[str, RawTensor]],
 ) -> tuple[NDArray[np.uint8] | None, list[memoryview]]:
-    """Return the bytes that a tensor starts from (None: the first change holds it whole), and the changes to apply,
-    oldest first."""
+    """Return the bytes that a tensor starts from (None: the first change holds it whole), and the changes to apply.
+
+    `tables`, `changes`: manifest entries and encoded tensors of each delta, oldest first, as is the returned list.
+    """
     current = None if before is None or before[2].nbytes != wanted.size_bytes else before[2]
     encoded: list[memoryview] = []
     for table, changed in zip(tables, changes, strict=True):

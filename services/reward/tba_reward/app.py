@@ -33,7 +33,7 @@ MAX_ID_CHARS = 200
 MAX_TEXT_CHARS = 1_000_000
 """Longest prompt or response that is scored: longer than any model's context, too short to occupy a worker for long."""
 MAX_PENDING_ITEMS = 4096
-"""Most completions in work at once, as many as four of the largest requests hold. Further requests get status 429."""
+"""Most completions in work at once: four requests of the largest size. Further requests get status 429."""
 WORKER_MEMORY_BYTES, WORKER_START_S = 4 * 1024**3, 60.0
 """Address-space limit of a worker process, far above what a rule needs; deadline for a worker to load one rule."""
 CACHE_ITEMS = 65_536

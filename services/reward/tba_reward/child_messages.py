@@ -50,10 +50,10 @@ class ScoreItems(msgspec.Struct, tag="score", array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The outcomes of the LoadRule with this number, or of the next items of the ScoreItems with this number.
+    """A worker's reply to the LoadRule or ScoreItems that has the same `number`.
 
-    A LoadRule has one outcome, which is a Failure unless the rule was loaded. `cpu_s`: CPU seconds that the worker has
-    used since its start. `pid`: the worker's process id.
+    `outcomes`: for a LoadRule one, which is a Failure unless the rule was loaded; for a ScoreItems those of its next
+    items. `cpu_s`: CPU seconds that the worker has used since its start. `pid`: the worker's process id.
     """
 
     number: int

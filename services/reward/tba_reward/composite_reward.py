@@ -51,7 +51,7 @@ class ScoreCache:
         self._scores: OrderedDict[bytes, float] = OrderedDict()
 
     async def score(self, scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order. Score each content once, and only if its score is not cached."""
+        """Return one outcome per item, in order. Ask the scorer only without a cached score, once for equal items."""
         version = scorer.version
         keys = [content_key(version, item) for item in items]
         found, asked = dict[bytes, Outcome](), dict[bytes, Item]()
@@ -101,7 +101,7 @@ class RewardComponent:
     """One scorer of a task, with its weight, gate and health.
 
     Args:
-        cache: scores that are known already, not used for an inline scorer; None: every item is scored.
+        cache: the scores of earlier items; None, or an inline scorer: every item is scored anew.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RewardComponent:
         self._problem = IDLE
         self._was_well = False
         self._raised: set[bytes] | None = set()
-        """Digests of the different items that raised; None after one was scored, because the scorer then works."""
+        """Digests of the items for which the scorer raised; None once it has scored, or abstained from, any item."""
         self.broken: str | None = None
         """The error that the scorer raises for every item; None if it is not broken."""
 
@@ -140,7 +140,7 @@ class RewardComponent:
 
     @property
     def is_away(self) -> bool:
-        """Whether an endpoint fails, or a model process that has worked before is started again: waiting may help."""
+        """Whether waiting may help: an endpoint fails, or a model process that has worked before is being restarted."""
         if self.health == OK or not self._tried.is_set() or self.broken is not None:
             return False
         # an endpoint is away, or a process of models that was well is started again
@@ -167,7 +167,7 @@ class RewardComponent:
         await self._scorer.close()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return per item, in order, a score, a Failure, or the recipe's `unreadable` if the response is to blame."""
+        """Return one outcome per item, in order; the recipe's `unreadable` score for a response that cannot be graded."""
         if not items:
             return []
         start_s = time.perf_counter()
@@ -244,7 +244,7 @@ class CompositeReward:
     """The reward of one task.
 
     Args:
-        is_required: whether the service starts this task at once and waits for it; else the first item starts it.
+        is_required: whether the service starts this task at once and is not ready before it; else its first item does.
     """
 
     def __init__(self, task: str, components: Sequence[RewardComponent], *, is_required: bool) -> None:
@@ -254,7 +254,7 @@ class CompositeReward:
 
     @property
     def is_inline(self) -> bool:
-        """Whether all its scorers run in the service's own process."""
+        """Whether all scorers of the task run in the service's own process."""
         return all(each.is_inline for each in self.components)
 
     @property
@@ -277,7 +277,7 @@ class CompositeReward:
 
     @property
     def is_away(self) -> bool:
-        """Whether the task has a problem, and each component with a problem is away."""
+        """Whether the task has a problem for which waiting may help: each component with a problem is away."""
         return self.health not in (OK, IDLE) and all(each.health == OK or each.is_away for each in self.components)
 
     @property

@@ -46,7 +46,7 @@ _POINTS = ((Rational(7312, 10_000), Rational(10_871, 10_000)), (Rational(21_934,
 `first`; each further one gets the value of the variable before it times `factor`."""
 _DIGITS = 15
 _CLEAR_DIFFERENCE = 1e-6
-"""Values with a larger relative difference are different; rounding to 15 digits cannot cause it."""
+"""Two values differ if their relative difference is larger. Rounding to 15 digits causes a much smaller one."""
 MAX_BARE_CHARS = 200
 """Longest text without a box that may be an answer and nothing else; a longer one is prose."""
 
@@ -58,7 +58,7 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=replace(LatexExtractionConfig().normalization_config, units=False),
 )
-"""math-verify's removal of units is off: it drops any text after a number, and variables named like units (`4m`)."""
+"""`units=False`: math-verify's own removal of units also drops any text after a number, and variables (`4m`)."""
 _ROMAN_LETTER = re.compile(r"\\mathrm\s*\{\s*([A-Za-z])\s*\}")
 _FONT_ALONE = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*[0-9][^{}]*)\}")
 _NUMBER_FIRST = re.compile(r"\s*([^A-Za-z]*[0-9])\s*([^0-9]*)", re.ASCII)
@@ -94,7 +94,7 @@ _DASH_SIGN = re.compile(r"^\s*[\u2010-\u2013]\s*(?=[0-9.\\])")
 _OUTER = re.compile(r"\s*(?:\$\$?|\\[(\[])?(.*?)(?:\$\$?|\\[)\]])?\s*\.?\s*", re.DOTALL)
 
 Parsed = tuple[Any, ...]
-"""The result of math-verify's parser: a sympy expression, if there is one, then the text that it was parsed from."""
+"""The result of math-verify's parser: (expression, source text), or only (source text), or () if nothing was found."""
 
 
 class UnreadableError(ValueError):
@@ -119,7 +119,7 @@ def same_answer(gold: str, answer: str) -> bool:
 
 
 def _compare(gold: str, answer: str, parsed: Callable[[], Parsed]) -> bool:
-    """Return whether two normalized texts are equal: without parsing if possible, else by value (`parsed()`)."""
+    """Return whether two normalized texts are equal. `parsed()` parses the answer; called only if that is needed."""
     plainly = _compare_plainly(gold, answer)
     if plainly is not None:
         return plainly
@@ -146,7 +146,7 @@ def same_anywhere(gold: str, text: str) -> bool:
 
 
 def check_gold(gold: str) -> None:
-    """Compare a gold answer with itself and with 1: an error or a timeout shows that the gold answer is to blame."""
+    """Compare a gold answer with itself and with 1. If that fails or takes too long, the gold answer is to blame."""
     gold, _ = normalize_gold(gold)
     if _compare_plainly(gold, "") is None:
         same_value(parse_gold(gold), parse_gold(gold))
@@ -190,7 +190,7 @@ def normalize(text: str, units: frozenset[str] = frozenset()) -> str:
 
 
 def _with_commands(text: str) -> str:
-    r"""Return a formula with `pi` and `sqrt(2)` made `\pi` and `\sqrt{2}`: math-verify reads bare names as letters."""
+    r"""Replace names by LaTeX commands (`pi` by `\pi`), because math-verify reads bare names as letters."""
     text = _FUNCTION.sub(r"\\\1 ", _CONSTANT.sub(lambda match: r"\pi " if match[1] else r"\infty ", text))
     at = 0
     while (match := _CALL.search(text, at)) is not None:
@@ -257,7 +257,7 @@ def parse_answer(content: str) -> Parsed:
 
 
 def _digits(text: str) -> Counter[str]:
-    """Return how often each digit occurs outside exponents, which the parser may drop with a unit (`cm^2`)."""
+    """Count each digit outside exponents; the parser may drop an exponent with its unit (`cm^2`)."""
     return Counter(re.findall("[0-9]", _EXPONENT.sub("", text)))
 
 
@@ -314,7 +314,7 @@ def same_value(gold: Parsed, answer: Parsed) -> bool:
 
 
 def _check_computable(part: Any) -> None:
-    """Raise MemoryError or RecursionError if evaluation does: math-verify swallows both and says "different"."""
+    """Evaluate an expression to raise the MemoryError or RecursionError that math-verify reports as "different"."""
     try:
         if isinstance(part, Basic | MatrixBase):
             part.doit()
@@ -373,9 +373,9 @@ def differ_somewhere(gold: Any, answer: Any) -> bool:
 
 
 def is_unsolved(part: Any) -> bool:
-    """Return whether the left side of an equation is a sum or product with a number: `x+1=5`, not `a+b=5`.
+    """Return whether this is an equation with a sum or product with a number on its left: `x+1=5`, not `a+b=5`.
 
-    math-verify would take its right side for the answer.
+    math-verify would take the right side (5) for the answer.
     """
     if not isinstance(part, Equality) or not part.lhs.free_symbols:
         return False

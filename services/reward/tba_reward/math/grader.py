@@ -31,7 +31,7 @@ def score(item: Item, params: Params) -> float:
     """Return 1.0 if the answer is one of the gold answers, else 0.0.
 
     Raises:
-        BadDataError: a gold answer cannot be read, and no other gold answer is the answer.
+        BadDataError: a gold answer cannot be read, and the answer equals no other gold answer.
         AnswerTooLongError: the answer has more than MAX_ANSWER_CHARS characters.
         AmbiguousError: the answer cannot be read as mathematics, or cannot be compared.
     """
@@ -66,7 +66,7 @@ def score(item: Item, params: Params) -> float:
 
 
 def check(item: Item, params: Params) -> float:
-    """Read and compare the gold answers alone; return 0.0. If this is too slow too, they are to blame for a timeout."""
+    """Check the gold answers without the response, and return 0.0. It raises BadDataError if one cannot be read."""
     for value in gold_answers(item, params["field"]):
         try:
             check_gold(gold_text(value, params["field"]))

@@ -51,7 +51,7 @@ class PlainNumber:
         value: the number as written; 50 for 50 %.
         exponent: the exponent of the power of ten after `value`; a large power is never multiplied out.
         percent: whether a percent sign follows.
-        num_places: decimal places of `value` if it is a decimal fraction, else None: then it is exact.
+        num_places: decimal places as written (`0.50` has 2), since such a value may be rounded; None: it is exact.
     """
 
     value: Fraction
@@ -94,7 +94,7 @@ def plain_number(text: str) -> PlainNumber | None:
 
 
 def e_as_power(text: str) -> str:
-    r"""Return a formula with `e-7` after a number made `\times 10^{-7}`: math-verify would read Euler's number."""
+    r"""Replace `2e-7` by `2\times 10^{-7}` in a formula: math-verify would read `e` as Euler's number."""
     return _E_WITHIN.sub(r"\1\\times 10^{\2}", text)
 
 
@@ -170,7 +170,7 @@ _MAYBE_THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
 def same_collection(gold: str, answer: str) -> bool | None:
-    """Return whether two collections of plain numbers are equal; None unless both are and have the same brackets.
+    """Return whether two collections are equal; None unless both hold plain numbers in the same brackets.
 
     Order and repetitions do not matter in sets and in lists without brackets.
     """

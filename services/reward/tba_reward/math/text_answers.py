@@ -69,7 +69,7 @@ def same_time_of_day(gold: str, answer: str) -> bool | None:
 
 
 def same_in_base(gold: str, answer: str) -> bool | None:
-    """Return whether two numbers have the same digits and base (`101_2`); None unless both are digits, one with a base.
+    """Return whether two numbers have the same digits and base (`101_2`); None for other texts or without any base.
 
     A number without a base has the base of the other.
     """

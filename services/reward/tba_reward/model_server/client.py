@@ -59,7 +59,7 @@ class ModelPool:
         self._processes: dict[str, ModelProcess] = {}
 
     def process(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> ModelProcess:
-        """Return the process of a scorer's models; it is not started here."""
+        """Return the process for a scorer's models, shared by scorers with the same models; it may not be started."""
         if spec.models_key not in self._processes:
             self._processes[spec.models_key] = ModelProcess(spec, load_timeout_s=load_timeout_s)
         return self._processes[spec.models_key]
@@ -96,7 +96,7 @@ class ModelProcess:
         self._suspects: dict[_Text, list[ProcessDiedError]] = {}
         """For each text the deaths of the processes that computed it; the oldest suspect first."""
         self._last_message_s = 0.0
-        """Event loop time of the last message of the process, or of the last moment when it owed none."""
+        """Event loop time of the process's last message, or of the request that ended its idle time, if later."""
         self._state: Literal["closed", "loading", "ready", "failed"] = "closed"
         self._problem = "it was not started"
         self._settled = asyncio.Event()
@@ -262,7 +262,7 @@ class ModelProcess:
         self._in_flight[request.number] = request
 
     def _on_death(self, death: ProcessDiedError) -> None:
-        """Fail the requests that cannot be repeated; the others stay, and the next process gets them."""
+        """Keep the requests for the next process. Fail twice-tried ones; fail all if the process had not loaded."""
         self._problem = str(death)
         if self._state != "ready":
             self._state = "failed"
@@ -285,7 +285,7 @@ class ModelProcess:
                 pending.outcome.set_result(failure)
 
     def _repeated_failure(self, text: _Text) -> Failure | None:
-        """Return the failure of a text over which MAX_ATTEMPTS processes have died, and forget it; else None."""
+        """Return a Failure if MAX_ATTEMPTS processes have died over this text, and forget those deaths; else None."""
         deaths = self._suspects.get(text, [])
         if len(deaths) < MAX_ATTEMPTS:
             return None

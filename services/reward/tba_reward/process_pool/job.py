@@ -75,7 +75,7 @@ class Job:
         futures: one per item, in order, for the item's outcome; empty for a load.
         num_done: items with an outcome. A worker applies a Rule to one item after another, a BatchRule to all at once.
         num_crashes: workers that died while they worked on it.
-        took_s: wall-clock time from the reply before, or from the start, to the last reply.
+        took_s: wall-clock seconds that the worker took for its last reply.
         number: identifies the message and its replies.
         frame: the message as bytes.
 
@@ -157,7 +157,7 @@ class Job:
         return Job(self.rule, self.timeout_s, self.items[start:end], self.futures[start:end])
 
     def split(self) -> list[Job]:
-        """Return one job per item that still waits for its outcome, the last item first; none if split before."""
+        """Return one job per item without outcome, last item first, for `deque.extendleft`; [] after the first call."""
         if self._is_split:
             return []
         self._is_split = True

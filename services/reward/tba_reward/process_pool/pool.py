@@ -41,8 +41,7 @@ WATCH_S = 0.05
 """Pause between two checks of the running jobs. Only the second check past a limit kills the worker. At the first, the
 event loop may have been too busy to read the reply from the socket."""
 WALL_SLACK_S = 25.0
-"""Wall-clock seconds that an item may take beyond its deadline. A request has more than this beyond the deadline of its
-slowest scorer."""
+"""Wall-clock seconds that an item may take beyond its deadline in CPU time; less than a request's own extra time."""
 ABANDONED_S = 0.5
 """An item that nobody waits for any more may run for this long before its worker is killed."""
 LOAD_AGAIN_S = 30.0
@@ -217,7 +216,10 @@ class WorkerPool:
         self._dispatch()
 
     def _blame(self, job: Job, failure: Failure, *, is_repeated: bool = False) -> None:
-        """Fail or repeat the item in work, and queue the items behind it again. Split a batch into items instead."""
+        """Fail the current item of a job, or repeat it if `is_repeated`, and queue the items behind it again.
+
+        A batch is split instead: each of its items is queued as a job, and none fails yet.
+        """
         if job.may_hang and len(job.items) > 1:
             self._queue.extendleft(job.split())
             return

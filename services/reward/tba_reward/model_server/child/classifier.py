@@ -51,7 +51,11 @@ class Classifier:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | Failure:
-        """Return the token ids of one input, or a Failure if it is empty or too long. `finished`: an EOS may follow."""
+        """Return the token ids of one input, or a Failure if it is empty or too long.
+
+        Args:
+            finished: whether the response ended by itself; only then `append_eos` of the recipe adds an EOS.
+        """
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos: Any = self._tokenizer.eos_token_id
         if self._append_eos and finished and ids[-1:] != [eos]:
@@ -60,9 +64,9 @@ class Classifier:
 
     @torch.inference_mode()
     def values(self, rows: Sequence[list[int]]) -> list[float]:
-        """Return one score per row of token ids, computed as one batch: a logit for a reward model, else a probability.
+        """Compute one batch, and return a score per row of token ids: a reward model's logit, else a probability.
 
-        Models that read the score at the last token use each row's last token, even if it is their padding token.
+        A row may end with the model's padding token: the batch is padded with an id that is in no row.
         """
         # a row that ends in the model's own padding token would be read one token too early (see `unused_id`)
         pad_id = model_loader.unused_id(rows, self._pad_id)
@@ -85,7 +89,7 @@ class GuardClassifier:
     The score is the probability of `unsafe` among the two, read at the first token in which they differ.
 
     Raises:
-        LoadError: the files are not such a model, it has no chat template, or the two verdicts are the same.
+        LoadError: the files are not such a model, it lacks the chat template needed, or the verdicts have equal tokens.
     """
 
     def __init__(self, spec: RedteamSpec) -> None:
@@ -107,7 +111,7 @@ class GuardClassifier:
         self._common, self._safe, self._unsafe = safe[: differ[0]], safe[differ[0]], unsafe[differ[0]]
 
     def encode(self, prompt: str, response: str) -> list[int] | Failure:
-        """Return the token ids of one input and the common start of both verdicts; a Failure if they are too many."""
+        """Return the token ids of one input, then the tokens with which both verdicts begin; a Failure if too long."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response) + self._common
         return model_loader.check_length(len(ids), self._max_tokens, "the input") or ids
 

@@ -87,7 +87,7 @@ def load(path: str, folder: Path, spec: ModelScorerSpec, kind: Any) -> tuple[Pre
 
 
 def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens that a model can take."""
+    """Return the largest number of tokens that the model and its tokenizer accept."""
     config = model.config.get_text_config()
     limits = [tokenizer.model_max_length]
     positions = getattr(config, "max_position_embeddings", None)
@@ -155,7 +155,7 @@ def pad(rows: Sequence[Sequence[int]], value: int, *, side: str) -> tuple[Int[Te
 
 
 def unused_id(rows: Sequence[Sequence[int]], wanted: int | None) -> int:
-    """Return `wanted`, or the lowest id that is in no row if `wanted` is None or in a row.
+    """Return a padding id that occurs in no row: `wanted` if possible, else the lowest such id.
 
     Models for sequence classification read their score at the last token that is not the padding id. A text that itself
     ends in that id (often the same as end-of-sequence) would be read one token too early.

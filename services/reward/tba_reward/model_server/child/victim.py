@@ -42,7 +42,7 @@ class Victim:
             raise LoadError(f"the tokenizer of {spec.victim} has no chat template; leave `victim_input` out")
         self._chat = self._tokenizer.chat_template is not None and spec.victim_input != "text"
         self.device_type = self._model.device.type
-        """`cpu`, `cuda`, ...: with the same seed each draws different tokens."""
+        """`cpu`, `cuda`, ...: the same seed draws different tokens on another type of device."""
         try:
             own = GenerationConfig.from_pretrained(folder)
         except OSError:  # there is no such file
@@ -63,13 +63,17 @@ class Victim:
         )
 
     def encode(self, attack: str) -> list[int] | Failure:
-        """Return the token ids of an attack in its template, without trailing white space; a Failure if too long."""
+        """Strip trailing white space of an attack, and return its token ids in the template; a Failure if too long."""
         ids = self._prompt(attack.rstrip())
         limit = self._context_tokens - self._spec.max_reply_tokens
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Return `num_replies` texts per attack, from one batch; None: not finite logits. `prompts`: from `encode`."""
+        """Generate one batch, and return `num_replies` texts per attack; None stands for a reply with bad logits.
+
+        Args:
+            prompts: for each attack the token ids from `encode`.
+        """
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]
@@ -112,13 +116,13 @@ class Victim:
 
 
 def reply_seed(attack: str, number: int) -> int:
-    """Return the seed of one reply: the same attack gets the same replies in every batch."""
+    """Return the seed of the reply with this number to an attack; it does not depend on the batch."""
     digest = hashlib.sha256(f"{number}\0{attack.rstrip()}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
 
 
 class LogitsCheck(LogitsProcessor):
-    """Records at every generated token which rows have logits that give probabilities; changes no logits."""
+    """Records for every row and token whether the logits can be normalized to probabilities; changes no logits."""
 
     def __init__(self) -> None:
         self._is_sound: list[Bool[Tensor, " B"]] = []
@@ -130,7 +134,7 @@ class LogitsCheck(LogitsProcessor):
         return scores
 
     def is_sound(self) -> list[list[bool]]:
-        """Return for each row, and each of its tokens, whether the logits give probabilities."""
+        """Return for each row a list with one entry per generated token: whether its logits give probabilities."""
         return torch.stack(self._is_sound, dim=1).tolist()
 
 

@@ -42,6 +42,7 @@ def child_environ(
 
     Args:
         num_threads: threads of each numeric library; None: as the variables of `environ` say, else one.
+        gpus: numbers of the GPUs that the child may use; None: as `environ` says.
         tokens_file: a file of tokens that replaces the one in config.json.
     """
     # TBA_SECTION__KEY variables are in config.json already, and would override the real ports there
@@ -103,7 +104,7 @@ def run_in_sight(module: str, words: Sequence[str]) -> None:
 
 @contextmanager
 def _program(module: str, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program, and kill it at the end of the context; if this process dies, its children are killed too."""
+    """Start a program for a `with` block, and kill it at the end if it still runs, or when this process dies."""
     reaper = OrphanReaper()
     command = [sys.executable, "-m", module, *words]
     # Ctrl-C does not reach a process of another session
@@ -145,7 +146,7 @@ def interrupt_on_signals() -> Iterator[None]:
 
 
 def _last_words(lines: Sequence[str], code: int) -> str:
-    """Return why a program failed: its last line or exit code, the signal, and the extra to install."""
+    """Return in one line why a program failed. `lines`: its stderr, whose last line is quoted; [] if unknown."""
     last = next((line for line in reversed(lines) if line.strip()), "" if code < 0 else f"exit code {code}")
     if code < 0:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"

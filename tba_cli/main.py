@@ -83,7 +83,7 @@ def _no_launcher(error: ModuleNotFoundError) -> int:
 
 @contextmanager
 def _quit_on_interrupt() -> Iterator[None]:
-    """Make Ctrl-C end the process at once, with one line, while the block runs; a caller's own handler stays."""
+    """Make Ctrl-C in the `with` block end the process at once, with one line; a caller's own SIGINT handler stays."""
 
     # during an import, KeyboardInterrupt would become a traceback or be swallowed; nothing else is safe there
     def quit_at_once(_number: int, _frame: FrameType | None) -> None:

@@ -66,7 +66,7 @@ def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> lis
 
 
 def shut_off_acting_commands(binary: str, conf: Path) -> str:
-    """Disable the ACTING commands in `conf`, for a Redis that shows the files of others; return SCRIPT's new name."""
+    """Disable the ACTING commands in `conf`, as files of others may hold them; rename SCRIPT, and return its name."""
     version = subprocess.run(
         [binary, "--version"], capture_output=True, encoding="utf-8", check=False, timeout=VERSION_S
     )

@@ -69,7 +69,7 @@ def shape_on_hub(name: str, revision: str | None) -> ModelShape:
 
 @contextlib.contextmanager
 def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
-    """Turn errors of huggingface_hub into a ConfigError; `without_network` is its advice if there is no network."""
+    """Turn an error inside the `with` block into a ConfigError; `without_network` says what to do without a network."""
     what, place = f"{item.kind} {item.hub}", "model.path" if item.at_start else "[[prepare]]"
     try:
         yield

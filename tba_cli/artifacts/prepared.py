@@ -66,7 +66,7 @@ def missing(recipe: Recipe, *, at_start: bool) -> dict[str, str]:
 def training_inputs(recipe: Recipe) -> set[str]:
     """Return the paths of folders that only serve to train models with TRL.
 
-    They come before a model of TRL in `[[prepare]]`, and only TRL's own file names them.
+    Such a folder comes before a model of TRL in `[[prepare]]`, and no other section of the recipe names it.
     """
     last = max((index for index, item in enumerate(recipe.prepare) if item.trl_file is not None), default=0)
     named = set(_texts(recipe.model_dump(mode="json", exclude={"prepare"})))

@@ -107,7 +107,7 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
 
 
 def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
-    """Check what an evaluation needs before anything is fetched, and return its prompts."""
+    """Return the held-out prompts of an evaluation; raise ConfigError if anything that it needs is missing."""
     # its numbers would look like those of a model
     if recipe.searcher.engine == "simulated":
         raise ConfigError(
@@ -214,7 +214,7 @@ def _of_folder(recipe: Recipe, text: str) -> Subject:
 
 
 def _checked(path: str | Path, what: str) -> Path:
-    """Return the folder `path`; raise ConfigError unless it holds a model with a tokenizer."""
+    """Return `path`; raise ConfigError unless it is a folder with a model and tokenizer. `what`: its name in errors."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -22,7 +22,7 @@ MAX_PER_PAGE = 100
 
 
 def with_run(args: argparse.Namespace, use: Callable[[BufferClient], T]) -> T:
-    """Return the result of `use` for a client of the run's buffer, or of a read-only one over an ended run's files."""
+    """Call `use` with a client of the run's buffer, and return its result. An ended run gets a read-only buffer."""
     if (ended := ended_run(args)) is not None:
         # no image holds the launcher
         from tba_cli.local.ended_run import read_ended

@@ -23,7 +23,7 @@ CHARACTERS = "0123456789+="
 SPLITS = MappingProxyType(
     {"heldout": range(10), "validation": range(10, 15), "warmstart": range(15, 50), "train": range(50, 100)}
 )
-"""Split -> its hash buckets, of 100. `validation` only tells the warm start when to stop."""
+"""For each split its hash buckets, out of 100. The warm start uses `validation` only to know when to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ def _read_only_recipe(folder: RunFolder, *, port: int = 0) -> Recipe:
 
 @contextmanager
 def _copy_of(folder: RunFolder, name: str) -> Iterator[tuple[RunFolder, int]]:
-    """Yield a temporary run folder with a copy of the Redis files, and its lock's descriptor; delete it at the end."""
+    """Yield a temporary run folder `name` with a copy of the Redis files, and its lock's descriptor; then delete it."""
     num_bytes = num_plain_bytes(folder.redis_path)
     with temporary_folder("tba-ended-") as place:
         free_bytes = shutil.disk_usage(place).free
@@ -182,7 +182,7 @@ async def _with_buffer(
     client = BufferClient(config.buffer_url, token=token, retry_s=CALL_RETRY_S, ca_file=config.tls.ca_file)
 
     def is_readable() -> bool:
-        """Return whether there is a loss of Redis that nobody accepted: the buffer then answers reads, never ready."""
+        """Return whether the buffer reports an unaccepted loss of Redis: it is never ready then, but answers reads."""
         try:
             return client.run().loss is not None
         except ServiceError:

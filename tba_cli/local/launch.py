@@ -128,8 +128,8 @@ def _prepare(
 ) -> tuple[Recipe, ObjectStore]:
     """Choose the addresses of the services, check the store, and write the recipe into the folder of the run.
 
-    Unless the run resumes, also try the starting model and delete an older run of that name. Then copy the snapshot,
-    and for a fork the version, of the run that this one begins with.
+    Unless the run resumes, also try the starting model, delete an older run of that name, and copy the origin: the
+    snapshot, and for a fork the weight version, with which the new run begins.
 
     Returns:
         The recipe of the services, and the store.

@@ -306,7 +306,7 @@ class ProcessManager:
         return code
 
     def may_start(self, name: str, *, even_if_given_up: bool) -> bool:
-        """Return whether a searcher of this name may start: it never did, or has ended and was retired or given up."""
+        """Return whether a searcher may start: it is new, or retired and ended (or given up, if `even_if_given_up`)."""
         child = self._children.get(name)
         if child is None:
             return True
@@ -337,7 +337,7 @@ class ProcessManager:
         return [child for child in self._children.values() if child.spec.kind == kind]
 
     def _describe_end(self, child: ChildProcess, code: int) -> str:
-        """Return a sentence about the end of a child, with its own error if it has one; else print its last lines."""
+        """Return how a child ended, with the `error:` line of its log. Without such a line, print its last lines."""
         log_path = self.folder.log_path(child.name)
         if child.name == "trainer" and code == EXIT_STOPPED:
             return f"trainer was stopped (SIGTERM) before the run was over [{log_path}]"
@@ -356,9 +356,9 @@ class ProcessManager:
 
 
 async def until_first_end(work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, None]) -> T:
-    """Return the result of `work`, or raise the error of one of `others`, which never return, if it fails before.
+    """Run all coroutines until `work` returns or one of them raises; return the result of `work`, or raise the error.
 
-    If both fail, the error of `others` is raised, because the death of a child explains why a call of the work failed.
+    The `others` never return. If one fails along with `work`, its error is raised, because a child's death explains it.
     """
     task, rest = asyncio.create_task(work), [asyncio.create_task(each) for each in others]
     try:

@@ -74,7 +74,7 @@ def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float 
     """Return a line about how far the run is; unknown values are left out.
 
     Args:
-        step_s: seconds for each step of this lineage so far.
+        step_s: mean seconds per step of this lineage so far, for the ETA; None: no ETA.
     """
     facts = [f"step {info.step}/{num_steps}"]
     if info.state != "running":

@@ -35,6 +35,7 @@ def process_spec(
 
     Args:
         kind: a key of `processes.PARTS`; a trainer of several processes is started by torchrun.
+        number: index of the searcher; the other kinds have no number.
         words: arguments before `--config`.
     """
     if kind == "redis":

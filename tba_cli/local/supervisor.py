@@ -199,7 +199,7 @@ class Supervisor:
         return lambda reason: self.console.info(f"{name} is not ready yet: {reason}")
 
     def _explain_loss(self) -> bool:
-        """Print the command that accepts a loss of Redis, once per loss: the buffer waits for it. Return False."""
+        """Print the command that accepts a loss of Redis, once per loss; return False, so that the caller waits on."""
         loss = None
         # one attempt, without the retries of the other calls
         with closing(BufferClient(self.recipe.buffer_url, retry_s=0, **self._calls)) as client, suppress(ServiceError):
@@ -255,7 +255,7 @@ class Supervisor:
         self.folder.write_json(self.folder.endpoints_path, endpoints)
 
     def _check(self) -> None:
-        """Check that every prompt is scored; if the run has begun, also that Redis holds it and not too many steps.
+        """Check that a scorer exists for every prompt. If the run has begun, also check its Redis and its step.
 
         Raises:
             ConfigError: no reward scores a prompt, or the run has made more steps than the recipe asks for.

@@ -75,7 +75,7 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
 
 def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in the form of chat templates: the content is one text, and null fields are left out."""
+    """Return messages without null fields; raise RowError if a content is not text. `where`: the column, for errors."""
     found = []
     for number, message in enumerate(value, start=1):
         place = f"{where}, message {number} ({message['role']})"
@@ -102,7 +102,7 @@ def column(values: Mapping[str, Any], name: str) -> Any:
 
 
 def plain(where: str, value: Any) -> Any:
-    """Return the value unchanged if it is JSON; raise RowError with the part that is not."""
+    """Return a value unchanged if it is JSON, else raise RowError. `where`: the column, for the error."""
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

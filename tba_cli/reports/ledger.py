@@ -50,16 +50,17 @@ class LedgerCheck:
     """Takes the lines of a ledger in order, and finds violations.
 
     The main invariant: along the active lineage every step up to `step` has exactly one batch. The others: each lineage
-    acks its steps in order and without a gap, between its own start and the next one. The starts agree with the lineage
-    table. No batch was acked twice. `abandoned` agrees with the parents of the lineages. A line names as many rollouts
-    as it counts, and used some of them unless it was skipped.
+    acks its steps in order and without a gap, after its own start and before the start of the next lineage. The starts
+    agree with `tree`. No batch was acked twice. `abandoned` agrees with the parents of the lineages. A line names as
+    many rollouts as it counts, and used some of them unless it was skipped.
 
-    Lines of the active lineage after `step`, and of later lineages, are newer than the run that was read. Lineages
-    of the snapshot that the run began with have their lines in the ledger of another run. All later lineages must be
-    in this one. A ledger without starts is checked by its batches alone. Memory: batch id and step of every line.
+    Newer lines than version (lineage, step) may be there: the run may go on while its ledger is read. The lineages of
+    `origin` need no lines, because another run's ledger has them. A ledger without starts is checked by its batches
+    alone. Memory: batch id and step of every line.
 
     Args:
-        origin: the snapshot that the run began with, as in RunInfo.
+        lineage, step: the last version of the run, read before its ledger.
+        origin: the snapshot that the run began with, as in RunInfo; None: there was none.
         has_rollout_ids: False for saved histories, which leave the ids out.
     """
 

@@ -100,9 +100,9 @@ def run(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt in the block.
+    """Let SIGINT raise KeyboardInterrupt in the `with` block.
 
-    Under `asyncio.run` the first one would only cancel a task, which this blocking call would not notice.
+    Under `asyncio.run` the first SIGINT would only cancel a task, which a blocking call does not notice.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,7 +1,7 @@
 """Make functions of a script or notebook importable by the services, which are other processes.
 
 A function of a module is imported from there. A function of a notebook or script is written, as source and never
-pickled, into a module of its own. A name that it lacks there is an error at that module's import, or at its first call.
+pickled, into a module of its own. If it uses other names of the notebook, its import or its first call fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedFunction:
 
 
 def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
-    """Return the import path of a function, and the source of a module if one has to be written for it."""
+    """Return a function's import path, and the source of the module to write, if any. `what`: its name in errors."""
     if not isinstance(function, FunctionType):
         kind = f"a class ({function.__name__})" if isinstance(function, type) else f"a {type(function).__name__}"
         raise ConfigError(

@@ -27,7 +27,7 @@ from tba_cli.scripting.command import Command
 MAX_TEXT_CHARS = 10_000
 MAX_PER_PAGE = 100
 STEPS_PER_PAGE = 2000
-"""The most points that the service gives at once, so that each one is a single step."""
+"""Steps per request of curves: the service's largest number of points, so that no point merges several steps."""
 OVER = ("done", "failed")
 
 

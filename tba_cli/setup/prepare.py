@@ -164,7 +164,7 @@ def _measured(recipe: Recipe, prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def try_model(recipe: Recipe) -> dict[str, Any] | None:
-    """Try the starting model in a child process; return the answer, or None if it cannot or need not be tried here."""
+    """Check the starting model with `model_check` in a child process; return its JSON answer, or None if not tried."""
     found = [importlib.util.find_spec(name) for name in ("tba_searcher", "torch")]
     if recipe.searcher.engine == "simulated" or not all(spec and spec.submodule_search_locations for spec in found):
         return None

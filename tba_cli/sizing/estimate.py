@@ -28,7 +28,7 @@ class Estimate:
     weights_bytes: int
     """Weights of each searcher, in the published dtype."""
     kv_cache_bytes: int
-    """Key-value cache of each searcher, with a rollout of full length in every slot."""
+    """Key-value cache of each searcher, with a rollout of full length in each of its `searcher.num_slots` rows."""
     rollout_bytes: int
     """One stored rollout of full length."""
     redis_bytes: int

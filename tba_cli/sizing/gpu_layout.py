@@ -34,11 +34,11 @@ USABLE_SHARE = 0.9
 VLLM_BYTES = 2 * GIB
 """Activations, CUDA graphs and work space within vLLM's share: assumed, not measured (1 to 2 GiB)."""
 START_PASS_TOKENS = 4096
-"""The starting model of a searcher reads this many tokens at once (`PASS_TOKENS` there)."""
+"""Most tokens in one forward pass of a searcher's starting model (`PASS_TOKENS` of the searcher)."""
 START_LOGITS_BYTES = 128 * 2**20
-"""The starting model of a searcher works on logits in chunks of this size (`LOGITS_BYTES` there)."""
+"""Size of the chunks of logits of a searcher's starting model (`LOGITS_BYTES` of the searcher)."""
 NO_GPU_ENGINES = ("simulated", "openai")
-"""Engines without a model on a GPU; their searcher may still hold the starting model there."""
+"""Engines without a model on a GPU; their searcher may still hold the starting model on one."""
 ShapeOf = Callable[[str], ModelShape]
 """Function that returns the shape of the model at a path of the recipe, or raises ConfigError."""
 
@@ -59,7 +59,7 @@ class Occupant:
 
 
 Layout = Mapping[int, tuple[Occupant, ...]]
-"""Number of the GPU -> its occupants, in the order in which they start."""
+"""For each GPU, by its number, the occupants in the order in which they start."""
 
 
 def gpu_layout(recipe: Recipe, shape_of: ShapeOf, *, trainer_peak_bytes: int) -> Layout:
@@ -109,6 +109,7 @@ def _number(key: str, device: str, visible: Sequence[int] | None) -> int | None:
     """Return the number of the GPU that a device names, or None if it is not a GPU.
 
     Args:
+        key: the recipe key of the device, for the error.
         visible: the GPUs that the process sees; None: all.
     """
     # `auto` takes the first GPU where there is one, and the recipe asks for some
@@ -151,7 +152,7 @@ def _pass_bytes(shape: ModelShape, num_tokens: int, dtype_bytes: int) -> int:
 
 
 def _searcher(recipe: Recipe, shape_of: ShapeOf, rank: int) -> Iterator[Occupant]:
-    """Yield the occupants of a searcher on the GPU of one vLLM rank: process or starting model, and engine."""
+    """Yield a searcher's occupants on the GPU of one vLLM rank: CUDA context or starting model, then the engine."""
     section, num_ranks = recipe.searcher, recipe.searcher.tensor_parallel_size
     # the searcher's own process is on the first GPU, and every rank is a process too
     holds_start = recipe.searchers_hold_start and rank == 0

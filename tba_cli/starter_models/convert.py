@@ -75,7 +75,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
 
 
 def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str | None:
-    """Return None if answers end; else the token after an answer, which ends no sequence, or "" if none follows."""
+    """Return None if answers end. Else return the token after an answer in the chat template, or "" without one."""
     from transformers import GenerationConfig
 
     try:

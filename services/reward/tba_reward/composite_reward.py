@@ -167,7 +167,7 @@ class RewardComponent:
         await self._scorer.close()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order; the recipe's `unreadable` score for a response that cannot be graded."""
+        """Return one outcome per item, in order: the recipe's `unreadable` for a response that cannot be graded."""
         if not items:
             return []
         start_s = time.perf_counter()

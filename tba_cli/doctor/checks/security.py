@@ -16,9 +16,9 @@ from tba.tokens import ROLES, RoleTokens, is_digest, load_role_tokens
 from tba_cli.doctor.target import ASKED, CheckResult, Target, fail, ok, skip, warn
 
 READ_PATHS = {"buffer": "/v1/run", "reward": "/v1/rewards"}
-"""A path of each service that a GET reads without any effect."""
+"""For each service a path that the checks GET, which changes nothing."""
 READERS = {"buffer": ROLES, "reward": ("searcher", "operator", "viewer")}
-"""The roles that may read this path of each service."""
+"""For each service the roles that may read its path in READ_PATHS."""
 FIX_TOKENS_FILE = "make the file again (docs/security.md, Tokens): a JSON map of four roles, 16 characters or more each"
 
 
@@ -69,7 +69,7 @@ def check_tokens(target: Target) -> Iterator[CheckResult]:
 
 
 def _asked(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
-    """Send each service every token that the file has in plain text, and an unknown token."""
+    """Send each service an unknown token and the file's plain-text tokens of READERS; yield whether it accepts them."""
     for service in ASKED:
         path = READ_PATHS[service]
         unknown = _status(target, service, path, f"wrong-{secrets.token_hex(12)}")

@@ -51,11 +51,7 @@ class Classifier:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | Failure:
-        """Return the token ids of one input, or a Failure if it is empty or too long.
-
-        Args:
-            finished: whether the response ended by itself; only then `append_eos` of the recipe adds an EOS.
-        """
+        """Return the token ids of one input, or a Failure if empty or too long. `append_eos` needs `finished`."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos: Any = self._tokenizer.eos_token_id
         if self._append_eos and finished and ids[-1:] != [eos]:

@@ -69,11 +69,7 @@ class Victim:
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Generate one batch, and return `num_replies` texts per attack; None stands for a reply with bad logits.
-
-        Args:
-            prompts: for each attack the token ids from `encode`.
-        """
+        """Return `num_replies` texts per attack, or None for replies with bad logits. `prompts`: ids from `encode`."""
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]

@@ -146,7 +146,7 @@ def interrupt_on_signals() -> Iterator[None]:
 
 
 def _last_words(lines: Sequence[str], code: int) -> str:
-    """Return in one line why a program failed. `lines`: its stderr, whose last line is quoted; [] if unknown."""
+    """Return in one line why a program failed. `lines`: its stderr, whose last line is quoted; []: not captured."""
     last = next((line for line in reversed(lines) if line.strip()), "" if code < 0 else f"exit code {code}")
     if code < 0:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"

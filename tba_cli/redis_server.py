@@ -66,7 +66,7 @@ def redis_command(binary: str, *, socket: Path, folder: Path, conf: Path) -> lis
 
 
 def shut_off_acting_commands(binary: str, conf: Path) -> str:
-    """Disable the ACTING commands in `conf`, as files of others may hold them; rename SCRIPT, and return its name."""
+    """Disable ACTING commands in `conf`, since files of others may hold them. Rename SCRIPT, and return that name."""
     version = subprocess.run(
         [binary, "--version"], capture_output=True, encoding="utf-8", check=False, timeout=VERSION_S
     )

@@ -18,7 +18,7 @@ Service = Literal["buffer", "reward", "searcher", "setup", "trainer"]
 KIND_PREFIXES: dict[Kind, str] = {"model": "models", "dataset": "datasets"}
 """First part of the keys of each kind in the store."""
 _HOMES: dict[Kind, str] = {"model": "models", "dataset": "data"}
-"""Folder names under which models and data sets lie; `name_of` takes the rest of the path after the last one."""
+"""For each kind the folder after which the name in the store begins: `/data/models/A/B` is the model `A/B`."""
 _NAME_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+@-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 

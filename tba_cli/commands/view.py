@@ -64,7 +64,7 @@ def view_command(args: argparse.Namespace) -> int:
 
 @contextmanager
 def opened_page(url: str) -> Iterator[None]:
-    """Open an address in a browser by a redirect file, which only this user can read and which the `with` end deletes.
+    """Open an address in a browser through a redirect file that only this user can read; delete it after the block.
 
     The address holds a token, and other users can see the arguments of the browser's process.
     """

@@ -54,9 +54,9 @@ class LedgerCheck:
     agree with `tree`. No batch was acked twice. `abandoned` agrees with the parents of the lineages. A line names as
     many rollouts as it counts, and used some of them unless it was skipped.
 
-    Newer lines than version (lineage, step) may be there: the run may go on while its ledger is read. The lineages of
-    `origin` need no lines, because another run's ledger has them. A ledger without starts is checked by its batches
-    alone. Memory: batch id and step of every line.
+    Batches newer than version (lineage, step) need not be in its history, because the run may go on meanwhile. The
+    lineages of `origin` need no lines, because another run's ledger has them. A ledger without starts is checked by its
+    batches alone. Memory: batch id and step of every line.
 
     Args:
         lineage, step: the last version of the run, read before its ledger.

@@ -7,9 +7,9 @@ How the numbers are measured:
     trainer_wait_share  seconds that the trainer spent in named waits / seconds of training, after the first two sync
                         intervals of each lineage; both are differences of counters in the ledger (`waited_s_total`,
                         `train_s`), so that waits before refused acks and for the store are in it
-    start, final        the evaluations of exactly the starting model (a fork: the version it was forked from) and
-                        exactly the last version, under the name that the last lineage gave it or, if it made no step,
-                        its parent's; None if unfinished
+    start, final        the evaluations of the first version (the starting model; a fork: the version that it began
+                        with) and of the last version (of the last lineage; if that made no step, of its parent);
+                        None if unfinished
 """
 
 from __future__ import annotations

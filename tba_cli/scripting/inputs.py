@@ -139,7 +139,7 @@ def _scorers_of(
 
 
 def _take(function: Function, what: str, files: dict[str, str], import_folders: list[str]) -> str:
-    """Return a function's import path; extend `files` and `import_folders` as it needs. `what`: its name in errors."""
+    """Return a function's import path; add its source or folder to `files` or `import_folders`. `what`: for errors."""
     found = named(function, what=what)
     if found.source is not None and files.setdefault(found.file_name, found.source) != found.source:
         raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")

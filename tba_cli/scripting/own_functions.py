@@ -1,7 +1,7 @@
 """Make functions of a script or notebook importable by the services, which are other processes.
 
 A function of a module is imported from there. A function of a notebook or script is written, as source and never
-pickled, into a module of its own. If it uses other names of the notebook, its import or its first call fails.
+pickled, into a module of its own. If it uses other names of the notebook, importing or calling it fails.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ USABLE_SHARE = 0.9
 VLLM_BYTES = 2 * GIB
 """Activations, CUDA graphs and work space within vLLM's share: assumed, not measured (1 to 2 GiB)."""
 START_PASS_TOKENS = 4096
-"""Most tokens in one forward pass of a searcher's starting model (`PASS_TOKENS` of the searcher)."""
+"""Most tokens in one forward pass of a searcher's starting model (`reference_logprobs.PASS_TOKENS`)."""
 START_LOGITS_BYTES = 128 * 2**20
-"""Size of the chunks of logits of a searcher's starting model (`LOGITS_BYTES` of the searcher)."""
+"""Size of the chunks of logits of a searcher's starting model (`reference_logprobs.LOGITS_BYTES`)."""
 NO_GPU_ENGINES = ("simulated", "openai")
 """Engines without a model on a GPU; their searcher may still hold the starting model on one."""
 ShapeOf = Callable[[str], ModelShape]

@@ -51,7 +51,7 @@ class ScoreCache:
         self._scores: OrderedDict[bytes, float] = OrderedDict()
 
     async def score(self, scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order. Ask the scorer only without a cached score, once for equal items."""
+        """Return one outcome per item, in order. Only items without a cached score are scored, equal ones once."""
         version = scorer.version
         keys = [content_key(version, item) for item in items]
         found, asked = dict[bytes, Outcome](), dict[bytes, Item]()
@@ -167,7 +167,7 @@ class RewardComponent:
         await self._scorer.close()
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order: the recipe's `unreadable` for a response that cannot be graded."""
+        """Return one outcome per item, in order. A response that cannot be graded gets the recipe's `unreadable`."""
         if not items:
             return []
         start_s = time.perf_counter()
@@ -244,7 +244,7 @@ class CompositeReward:
     """The reward of one task.
 
     Args:
-        is_required: whether the service starts this task at once and is not ready before it; else its first item does.
+        is_required: whether the service starts this task and waits for it to be ready; else the first item starts it.
     """
 
     def __init__(self, task: str, components: Sequence[RewardComponent], *, is_required: bool) -> None:

@@ -69,7 +69,7 @@ def check_tokens(target: Target) -> Iterator[CheckResult]:
 
 
 def _asked(target: Target, tokens: RoleTokens) -> Iterator[CheckResult]:
-    """Send each service an unknown token and the file's plain-text tokens of READERS; yield whether it accepts them."""
+    """Send each service an unknown token and the plain-text tokens of its READERS; yield whether it accepts them."""
     for service in ASKED:
         path = READ_PATHS[service]
         unknown = _status(target, service, path, f"wrong-{secrets.token_hex(12)}")

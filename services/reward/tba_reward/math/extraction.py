@@ -73,7 +73,7 @@ def final_answer(text: str, *, is_cut_at_tag: bool = False) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return the content of the last box; if it ends a list of boxes, return all joined by `, `. None without a box.
+    """Return the content of the last box; if it ends a list of boxes, all joined by `, `; None if no box is closed.
 
     Time is linear in the length of the text.
     """

@@ -59,7 +59,7 @@ class ModelPool:
         self._processes: dict[str, ModelProcess] = {}
 
     def process(self, spec: ModelScorerSpec, *, load_timeout_s: float) -> ModelProcess:
-        """Return the process for a scorer's models, shared by scorers with the same models; it may not be started."""
+        """Return the process for a scorer's models, started or not; scorers with the same models share it."""
         if spec.models_key not in self._processes:
             self._processes[spec.models_key] = ModelProcess(spec, load_timeout_s=load_timeout_s)
         return self._processes[spec.models_key]
@@ -262,7 +262,7 @@ class ModelProcess:
         self._in_flight[request.number] = request
 
     def _on_death(self, death: ProcessDiedError) -> None:
-        """Keep the requests for the next process. Fail twice-tried ones; fail all if the process had not loaded."""
+        """Keep requests for the next process, but fail those over which two have died; fail all if it died loading."""
         self._problem = str(death)
         if self._state != "ready":
             self._state = "failed"

@@ -20,7 +20,7 @@ def build(spec: RewardModelSpec, tools: Tools) -> Scorer:
 
 
 class RewardModelScorer(ModelServerScorer):
-    """Scores an item by the model's output. With `against`: 1, 0.5 or 0 if it is above, equal to or below another's."""
+    """Scores an item by the model's output; with `against`, by a win (1), tie (0.5) or loss (0) to another response."""
 
     async def _score(self, item: Item) -> Outcome:
         assert isinstance(self._spec, RewardModelSpec)

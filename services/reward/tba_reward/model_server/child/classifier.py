@@ -51,7 +51,7 @@ class Classifier:
             raise LoadError(f"the tokenizer of {self._path} has no chat template; use another form of input")
 
     def encode(self, prompt: str, response: str, *, finished: bool = True) -> list[int] | Failure:
-        """Return the token ids of one input, or a Failure if empty or too long. `append_eos` needs `finished`."""
+        """Return one input's token ids; a Failure if empty or too long. Only a `finished` response may get an EOS."""
         ids = model_loader.encode(self._tokenizer, self._form, self._template, prompt, response)
         eos: Any = self._tokenizer.eos_token_id
         if self._append_eos and finished and ids[-1:] != [eos]:
@@ -60,7 +60,7 @@ class Classifier:
 
     @torch.inference_mode()
     def values(self, rows: Sequence[list[int]]) -> list[float]:
-        """Compute one batch, and return a score per row of token ids: a reward model's logit, else a probability.
+        """Score a batch of token ids. Return one score per row: a reward model's logit, or a classifier's probability.
 
         A row may end with the model's padding token: the batch is padded with an id that is in no row.
         """

@@ -63,13 +63,13 @@ class Victim:
         )
 
     def encode(self, attack: str) -> list[int] | Failure:
-        """Strip trailing white space of an attack, and return its token ids in the template; a Failure if too long."""
+        """Return the token ids of an attack in the victim's template, right-stripped; a Failure if it is too long."""
         ids = self._prompt(attack.rstrip())
         limit = self._context_tokens - self._spec.max_reply_tokens
         return model_loader.check_length(len(ids), limit, "the attack in its template") or ids
 
     def replies(self, attacks: Sequence[str], prompts: Sequence[list[int]]) -> list[list[str | None]]:
-        """Return `num_replies` texts per attack, or None for replies with bad logits. `prompts`: ids from `encode`."""
+        """Return `num_replies` texts per attack (None: its logits were not finite). `prompts`: ids from `encode`."""
         number = self._spec.num_replies
         rows = [prompt for prompt in prompts for _ in range(number)]
         seeds = [reply_seed(attack, n) for attack in attacks for n in range(number)]

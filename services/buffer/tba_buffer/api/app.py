@@ -19,10 +19,10 @@ from tba_buffer.service import Buffer
 
 
 def build_app(recipe: Recipe, tokens: Mapping[str, str] | TokensFile | None) -> FastAPI:
-    """Build the application. It reads nothing from Redis before its startup, or an earlier await of `app.state.start`.
+    """Build the application. Its startup, or an earlier await of `app.state.start`, reads the run from Redis.
 
     Args:
-        tokens: role -> bearer token; None, which loopback allows, checks no tokens.
+        tokens: the bearer token of each role, or the file with them. None: no token is checked (loopback only).
 
     Raises:
         ConfigError: settings contradict each other.

@@ -35,8 +35,8 @@ from tba_buffer.service import Buffer
 
 SnapshotName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 _KINDS = {"searcher": ("searcher",), "trainer": ("trainer", "launcher")}
-"""Role -> kinds of heartbeat that it may send. Autoscalers start searchers by a trainer's waits, so no searcher may
-report them."""
+"""The kinds of heartbeat that each role may send. Autoscalers start searchers when a trainer waits, so no searcher may
+report a trainer's waits."""
 COMMAND_ROLES: dict[CommandName, tuple[str, ...]] = {
     "pause": ("operator", "trainer"),
     "done": ("trainer",),
@@ -193,7 +193,7 @@ def requester_role(auth: Authenticator, request: Request, *, token: str | None, 
     """Return whether a request to change the run comes from an operator or a trainer.
 
     Args:
-        token: the fencing token of the request, if any. Whether it is the active one is checked later, by the script.
+        token: the fencing token of the request, if any. The Lua script of the change checks that it is active.
         what: names the trainer's action in the error ("changes settings").
 
     Raises:

@@ -25,7 +25,7 @@ Amount = NDArray[np.int64]
 
 
 class Evictor:
-    """Evicts rollouts until the buffer is within its limits. One enforcement serves all pushes that wait for one."""
+    """Evicts rollouts until the buffer is within its limits. Concurrent pushes share one enforcement."""
 
     def __init__(self, context: Context, view: IndexView, lineages: Lineages, run_state: RunStateReader) -> None:
         self._context = context

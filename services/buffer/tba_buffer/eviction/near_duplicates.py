@@ -51,7 +51,7 @@ class NearDuplicateSearch:
         self._index: Index | None = None
         self._codes: dict[int, str] = {}
         self.compared: set[int] = set()
-        """Log positions of rollouts that are not near to each other. Cleared if an eviction of found ones failed."""
+        """Log positions of the scored rollouts that were compared and kept. A failed enforcement clears it."""
 
     async def find(self, index: Index) -> NDArray[np.int64]:
         """Return the log positions of the near duplicates to evict, ascending.
@@ -98,16 +98,16 @@ class NearDuplicateSearch:
 def to_codes(tokens: NDArray[np.int32]) -> str:
     """Return token ids [R] as a string of R characters, because rapidfuzz compares strings fastest.
 
-    Ids above the range of Unicode share its last character.
+    All ids above the range of Unicode become its last character, U+10FFFF.
     """
     return np.minimum(tokens, 0x10FFFF).astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
 def find_losers(live: Iterable[Candidate], compared: set[int], share: float) -> set[int]:
-    """Return the positions of the rollouts to evict, so that no two rollouts of a prompt are near.
+    """Return the log positions of the rollouts to evict, so that no two rollouts of a prompt are near.
 
     Args:
-        live: by ascending position.
+        live: the scored rollouts, by ascending log position.
         compared: positions of rollouts that are known not to be near to each other.
         share: as for `NearDuplicateSearch`.
     """

@@ -105,7 +105,7 @@ class _Plan:
         """Live rollouts and their payload bytes without the dropped ones."""
 
     def drop(self, reason: str, rows: Rows) -> None:
-        """Choose those of `rows` that are not chosen yet, for `reason`."""
+        """Choose `rows` for eviction with this `reason`, except the rows that are chosen already."""
         rows = _without(rows, self.dropped)
         if len(rows):
             self.chosen.append((reason, rows))
@@ -114,20 +114,20 @@ class _Plan:
             self.num_bytes_left -= int(self.index.column("num_bytes", rows).sum(dtype=np.int64))
 
     def oldest_left(self, num: int) -> Rows:
-        """Return the `num` oldest rows without the dropped ones."""
+        """Return the `num` oldest live rows that are not dropped."""
         return _without(self.index.oldest_rows(num + len(self.dropped)), self.dropped)[:num]
 
 
 def _slack(num_rows: int, cap: int) -> int:
-    """Return how far below `cap` (in its unit) an enforcement evicts, when `num_rows` rows are stored.
+    """Return how far below `cap` an enforcement evicts, in the unit of `cap`, when `num_rows` rows are stored.
 
-    One enforcement then serves many pushes, which otherwise would each wait for one.
+    This leaves space for many pushes. Without it, each push would wait for an enforcement.
     """
     return 0 if num_rows < EXACT_BELOW else int(min(1 / SLACK, MOST_SLACK_ROLLOUTS / num_rows) * cap)
 
 
 def _over_prompt_cap(plan: _Plan, new: Rows, cap: int) -> Rows:
-    """Return the oldest rows of each prompt with more than `cap` rows; only prompts with new rows are checked."""
+    """Return the oldest rows above `cap`, and `_slack` more, of each prompt with rows in `new`."""
     index, over = plan.index, []
     for prompt in np.unique(index.column("prompt", new)):
         if index.live_counts[prompt] > cap:
@@ -197,10 +197,10 @@ class _DuplicateTokens:
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
-        """Key -> log position."""
+        """Key of `_keys` -> log position of the newest live rollout with this key."""
 
     def replaced(self, index: Index, new: Rows) -> Rows:
-        """Return the live rows that the new rows replace, and remember the new rows."""
+        """Remember the new rows. Return the older live rows with the same prompt and response tokens."""
         gone = []
         for key, position in _keys(index, new):
             if (older := self._newest.get(key)) is not None:
@@ -217,7 +217,7 @@ class _DuplicateTokens:
 
 
 def _keys(index: Index, rows: Rows) -> list[tuple[int, int]]:
-    """Return (key of prompt and response tokens, log position) of the rows whose tokens are hashed."""
+    """Return (key, log position) of each row with a token hash; the key combines its prompt and its token hash."""
     columns = [index.column(name, rows).tolist() for name in ("prompt", "token_hash", "position")]
     # 0 means not hashed
     return [(prompt << 64 | hashed, position) for prompt, hashed, position in zip(*columns, strict=True) if hashed]

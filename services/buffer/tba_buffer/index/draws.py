@@ -4,7 +4,7 @@ turns   Prompts are drawn in rounds: those with the fewest turns come first, so 
         two. Recent and replay slots count turns separately. `floors` holds per pool the fewest turns of a prompt at the
         last draw, or fewer if turns were given back since. A prompt that is new, or was absent, counts as if it had
         that many turns, and joins the current round. A prompt is `due` when it has no more turns than the floor.
-uses    How many batches a rollout was in is a column of the index; `sampling.max_uses` bounds it.
+uses    The index column `uses` counts the batches that a rollout was in; `sampling.max_uses` bounds it.
 void    A batch that became void, or that a resume has abandoned, gives back its turns and its uses. For this the
         newest MAX_DRAWS batches are remembered. Each prompt of the batch loses one turn per slot, whatever was drawn
         since. The floor falls with them: a finished round is open again until these prompts have had their turns.
@@ -46,7 +46,7 @@ class DrawHistory:
 
     Args:
         change_uses: adds a number to the uses of the rollouts at log positions [N].
-        on_turns: called after turns changed: with the pool, and the prompts [k] or, if the floor moved, None.
+        on_turns: called with a pool and the prompts [k] whose turns changed in it, or None if its floor changed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DrawHistory:
         return self.turns.nbytes + sum(each.slots.nbytes + each.positions.nbytes for each in self._draws.values())
 
     def grow(self, num_prompts: int) -> None:
-        """Make room for prompt numbers below `num_prompts`."""
+        """Add turn counts of 0, so that all prompt numbers below `num_prompts` have one."""
         if (more := num_prompts - self.turns.shape[1]) > 0:
             self.turns = np.concatenate([self.turns, np.zeros((2, more), dtype=np.int64)], axis=1)
 
@@ -115,7 +115,7 @@ class DrawHistory:
         self._change_uses(drawn.positions, -1)
 
     def pack(self, positions: NDArray[np.integer], uses: NDArray[np.integer]) -> bytes:
-        """Pack turns, floors and draws, with the uses [N] of rollouts at log positions [N]; b"" without draws."""
+        """Pack turns, floors and draws, with the uses [N] of rollouts at log positions [N]; b"" if all are 0."""
         if not (self._draws or self.turns.any() or self.floors.any() or uses.any()):
             return b""
         prompts = np.flatnonzero(self.turns.any(axis=0))

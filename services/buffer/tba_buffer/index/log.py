@@ -54,7 +54,7 @@ CHANGE_DTYPE = np.dtype([("position", "<u8"), ("reward", "<f8"), ("num_bytes", "
 """A rescored rollout: its position, new reward (NaN: unknown), new payload size, new status."""
 
 SLOT_DTYPE = np.dtype([("prompt", "<u4"), ("is_recent", "u1"), ("turn", "<u4"), ("floor", "<u4")])
-"""A slot of a drawn batch: its prompt, its pool, its turn and the floor (index/draws.py). Turn 0: it took none."""
+"""A slot of a drawn batch: its prompt, its pool, its turn and the floor (index/draws.py). Turn 0: it took no turn."""
 
 STATUS_CODES = {"scored": 0, "pending": 1, "failed": 2}
 SCORED, PENDING, FAILED = 0, 1, 2
@@ -138,7 +138,7 @@ class Voided:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A trainer started: `history` is the last step of each lineage that it continues. Later steps are abandoned."""
+    """A trainer started. `history` has the last step of each lineage that it continues; later steps are abandoned."""
 
     position: int
     history: tuple[PolicyVersion, ...]

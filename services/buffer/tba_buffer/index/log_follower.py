@@ -74,7 +74,7 @@ class IndexView:
         self.on_rebuilt: Callable[[], Awaitable[None]] | None = None
         """Awaited before a rebuilt index is used, because Redis may have lost more than log entries."""
         self.problem: str | None = None
-        """Why the log in Redis gives no index, or None."""
+        """Why no index can be built from the log in Redis, or None."""
 
     @property
     def index(self) -> Index:
@@ -86,7 +86,7 @@ class IndexView:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
             IncompleteLogError: a part of the log is missing.
         """
         # no read can tell it: the log of the newer process continues this one
@@ -140,7 +140,7 @@ class IndexView:
         """Rebuild the index from Redis, whatever was read before.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
             IncompleteLogError: a part of the log is missing.
         """
         async with self._lock:
@@ -243,8 +243,8 @@ class Compactor:
 
     Args:
         context: Redis and settings.
-        min_events: a checkpoint is due when the log has more positions than this, and than half the live rollouts. It
-            is also due with more entries than a quarter of this, and than an eighth of the live rollouts.
+        min_events: a checkpoint is due when the log has more positions than the larger of `min_events` and half the
+            number of live rollouts. It is also due when the log has more entries than a quarter of that maximum.
         piece_records: records per piece.
     """
 
@@ -319,7 +319,7 @@ class Compactor:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHead:
-    """Describes the current checkpoint of the log in Redis, without its pieces. Generation 0: there is none."""
+    """Describes the current checkpoint of the log in Redis, without its pieces. Generation 0: there is none yet."""
 
     generation: int
     position: int

@@ -1,4 +1,4 @@
-"""Draw from p = (1 - u) softmax(inverse_temperature * value) + u / n over the members among numbered leaves. Exact.
+"""Draw exactly from p = (1 - u) softmax(inverse_temperature * value) + u / n over the leaves that are members.
 
     uniform part   the member of a random rank, by a tree of ones
     softmax part   w = exp(inverse_temperature * (value - reference)) lies in (0, 1]. A tree holds the whole number
@@ -24,7 +24,7 @@ _TOP = 4096
 
 
 class SumTree:
-    """Whole-number weights over numbered leaves: change some, or draw one by its share of the total, in O(log n).
+    """A sum tree over whole-number weights of numbered leaves: `set` and `find` take O(log n) per leaf.
 
     A complete binary tree in one array: node i has children 2i and 2i + 1, leaf j is node capacity + j. Sums of whole
     numbers are exact in any order, so nothing drifts. Two trees with the same leaves in the same order give the same
@@ -128,7 +128,7 @@ LOWEST = -1e300
 _SCALE = float(2**38)
 _STEP = 4.0
 MAX_EXCESS = 2.0**-38 * math.exp(_STEP)
-"""exp(`log_mass_bound`) exceeds the exact sum by less than this share per member."""
+"""Relative excess of exp(`log_mass_bound`) over the exact sum: less than this times the number of members."""
 Leaves = NDArray[np.int64]
 Keeps = Callable[[Leaves], NDArray[np.bool_]]
 
@@ -139,7 +139,7 @@ class Priorities:
     Args:
         values: [n] value of each leaf; ignored for leaves that are no members.
         members: [n] whether each leaf is a member.
-        inverse_temperature: of the softmax; 0 is uniform (then values are not kept).
+        inverse_temperature: of the softmax; with 0 draws are uniform, and the values are not stored.
     """
 
     def __init__(self, values: NDArray[np.float64], members: NDArray[np.bool_], inverse_temperature: float) -> None:
@@ -206,7 +206,7 @@ class Priorities:
             self._weights.set(leaves, np.where(members, np.ceil(self._weight(values)), 0))
 
     def by_rank(self, ranks: NDArray[np.int64]) -> Leaves:
-        """Return the leaves [k] of the members with these ranks [k], by leaf number; 0 <= rank < num."""
+        """Return the leaves [k] of the members with these ranks [k]. Rank 0 is the smallest leaf; 0 <= rank < num."""
         return self._ones.find(ranks)[0]
 
     def num_before(self, leaf: int) -> int:
@@ -220,7 +220,7 @@ class Priorities:
             num: number of draws.
             uniform_share: u of the module docstring.
             rng: random generator of the batch.
-            keeps: thins the softmax part: returns which drawn leaves [k] are kept [k]; others are drawn again.
+            keeps: returns which leaves [k] of the softmax part to keep, [k] bool; the others are drawn again.
         """
         if self._weights is None or uniform_share >= 1:
             return self.by_rank(rng.integers(0, self.num, num))
@@ -251,7 +251,7 @@ class Priorities:
     def gumbel_terms(
         self, uniform_share: float, revalue: Callable[[Leaves, NDArray[np.float64]], NDArray[np.float64]] | None = None
     ) -> tuple[Leaves, NDArray[np.float64], float]:
-        """Return the members [n], ascending; a term [n] of each for `gumbel_top_k`; and the noise's scale. O(leaves).
+        """Return the members [n], ascending; and for `gumbel_top_k` their terms [n] and the noise's scale. O(leaves).
 
         Args:
             uniform_share: u of the module docstring.
@@ -307,7 +307,7 @@ def log_probabilities(
 def gumbel_terms(
     values: NDArray[np.float64], *, inverse_temperature: float, uniform_share: float
 ) -> tuple[NDArray[np.float64], float]:
-    """Return terms [n] and a scale: with terms and scale * noise, `gumbel_top_k` draws by `log_probabilities`."""
+    """Return the terms [n] and the scale of the noise with which `gumbel_top_k` draws by `log_probabilities`."""
     # the values themselves: multiplied by a large number, some could not be told apart (but a tiny inverse temperature
     # cannot be divided by)
     if uniform_share == 0 and inverse_temperature > 1e-280:

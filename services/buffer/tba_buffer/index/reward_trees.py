@@ -22,7 +22,7 @@ class _Tree:
     inverse_temperature: float
     """The parameter of the weights exp(inverse_temperature * reward)."""
     end: int
-    """Used by `of_prompt` alone: places in the block from here on are not in the tree yet."""
+    """Number of places of the block that are in the tree; used by `of_prompt` alone."""
     capacity: int
     """Most leaves; with more, the tree is built again."""
     changed: list[NDArray[np.int64]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class RewardTrees:
     Args:
         columns, rows_by_prompt: the tables of the index.
         is_drawable: returns which of rows [n] batches may hold, [n] bool.
-        big_prompt: a prompt with more drawable rows than this is big: `of_prompts` needs its tree of `of_prompt`.
+        big_prompt: a prompt with more drawable rows than this is big: `of_prompts` takes its weight from `of_prompt`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RewardTrees:
                     tree.note(rows[by_prompt.order[first : first + by_prompt.sizes[group]]])
 
     def note_moved(self, prompts: Prompts) -> None:
-        """Forget the trees of prompts whose blocks were rewritten: leaves are places in the block."""
+        """Forget the trees of prompts whose blocks were rewritten, because leaves are places in the block."""
         if self._of_prompt:
             for prompt in prompts.tolist():
                 self._of_prompt.pop(prompt, None)
@@ -127,9 +127,9 @@ class RewardTrees:
     def _log_masses(
         self, prompts: Prompts, counts: NDArray[np.int64], inverse_temperature: float
     ) -> NDArray[np.float64]:
-        """Return the log of the total weight of each prompt's drawable rollouts [k]; counts [P]: their numbers.
+        """Return the log of the total weight of the drawable rollouts of each prompt [k].
 
-        Big prompts get an upper bound (`Priorities.log_mass_bound`).
+        `counts` [P] has their number for every prompt. Big prompts get an upper bound (`Priorities.log_mass_bound`).
         """
         if inverse_temperature == 0:
             return np.log(counts[prompts])

@@ -95,7 +95,7 @@ class Index:
         self._versions = VersionNumbers()
         self.trees = self._new_trees()
         self.drawable = (PromptSet(), PromptSet())
-        """Per pool (REPLAY, RECENT; draws.py): the prompts with at least min_distinct rollouts that may be drawn."""
+        """Per pool (REPLAY, RECENT; draws.py): the prompts with at least min_distinct drawable rollouts in the pool."""
         self.due = (PromptSet(), PromptSet())
         """Per pool: the prompts of `drawable` that are due."""
         self.draws = DrawHistory(self._change_uses, self._note_turns)
@@ -291,7 +291,7 @@ class Index:
             self.due[pool].put(prompts, members & self.draws.is_due(pool, prompts))
 
     def _note_turns(self, pool: int, prompts: Prompts | None) -> None:
-        """Update which prompts of a pool are due, after the turns of `prompts` changed (None: its floor moved)."""
+        """Update which prompts of a pool are due, after turns of `prompts` changed (None: the pool's floor did)."""
         self._reserve_prompts(self.draws.turns.shape[1])
         num = self._per_prompt[3 if pool == RECENT else 4]
         prompts = np.arange(len(num)) if prompts is None else prompts
@@ -347,11 +347,11 @@ class Index:
         self._find_recent()
 
     def _find_recent(self) -> None:
-        """Find the recent rollouts again. O(recent).
+        """Determine again which rollouts are recent. O(recent).
 
-        Recent are the rollouts after the last publication but one; before the second publication, all. With
-        `alternate`, they are the ones after the last publication: the rollouts of a phase are there before it draws.
-        Rollouts left behind by an earlier phase (after a kill of the trainer) have another age.
+        The recent rollouts are those after the last publication but one; before the second publication, all are. With
+        `alternate`, they are those after the last publication, since a phase generates before it draws. Rollouts of an
+        earlier phase, left over after a kill of the trainer, have another policy age.
         """
         table, num_back = self.columns, 1 if self.settings.alternate else 2
         self._recent_from = table.first
@@ -364,7 +364,7 @@ class Index:
         self.due[RECENT].put_all(members & self.draws.is_due(RECENT, np.arange(len(members))))
 
     def first_recent(self) -> int:
-        """Return the number of the first recent row; all later rows are recent too. It may be dead."""
+        """Return the first recent row, which may be dead. All later rows are recent too."""
         self._recent_from = max(self._recent_from, self.columns.first)
         return self._recent_from
 
@@ -437,7 +437,7 @@ class Index:
     # ---- rows -------------------------------------------------------------------------------------------------
 
     def live_rows(self, *, newest: int | None = None) -> Rows:
-        """Return the live rows, ascending; if `newest` is given, only that many of the last ones."""
+        """Return all live rows, or only the last `newest` of them, ascending."""
         table = self.columns
         wanted = self.num_live if newest is None else min(newest, self.num_live)
         num, found = wanted, np.zeros(0, dtype=np.int64)
@@ -474,7 +474,7 @@ class Index:
         return self.columns.rows_at(positions)
 
     def row_of(self, rollout_id: bytes) -> Rows:
-        """Return the live row of a rollout [1], [0] if there is none. O(rollouts), without a copy of their ids."""
+        """Return the live row of a rollout as an array of length 1, or an empty array. O(rollouts); copies no ids."""
         table, found = self.columns, []
         for first, ids in table.pieces("rollout_id", table.first, table.end):
             halves = ids.view("<u8").reshape(-1, 2)

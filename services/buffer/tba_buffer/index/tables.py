@@ -1,12 +1,12 @@
 """The tables of the index: one row per rollout, the rows of each prompt, and the set of prompts that can be drawn.
 
-Columns     one row per rollout, in the order of the log, in a ring. Row r lies at slot r % capacity of every column,
+Columns     one row per rollout, in the order of the log, in a ring. Row r lies at place r % capacity of every column,
             and the rows in use are first .. end - 1. A rollout that is gone keeps its row (status DEAD) until the rows
             before it are gone too, or until `compact` closes the gaps. The column `version` holds a small number for
             each policy version, so that a row needs 4 bytes for it (VersionNumbers).
 PromptRows  the rows of each prompt, ascending, in one arena: a block of power-of-two size per prompt. Rows of every
-            status lie in a block. Dead ones stay until it is rewritten: when it is full, when more than half of it is
-            dead, and when nothing in it lives.
+            status lie in a block. Dead rows stay until the block is rewritten: when it is full, when more than half of
+            its rows are dead, and when all are.
 PromptSet   answers "which member has the r-th smallest number?" quickly, whatever the order the members came in.
 
 Groups of different sizes are stored in one vector: items sorted by key (`group_by`), or many ranges one after the other
@@ -61,11 +61,11 @@ class Columns:
         return sum(column.nbytes for column in self._columns.values())
 
     def slots(self, rows: Rows) -> Rows:
-        """Return the slots [n] of rows [n], for `at`."""
+        """Return the places [n] of rows [n] in the arrays of the ring, for `at`."""
         return rows % self.capacity
 
     def at(self, name: str, slots: Rows) -> NDArray:
-        """Return the values [n] of a column at slots [n]."""
+        """Return the values [n] of a column at the places that `slots` returned [n]."""
         return self._columns[name][slots]
 
     def get(self, name: str, rows: Rows) -> NDArray:
@@ -84,7 +84,7 @@ class Columns:
         self._columns[name][rows % self.capacity] = values
 
     def pieces(self, name: str, first: int, end: int) -> Iterator[tuple[int, NDArray]]:
-        """Yield rows first .. end - 1 of a column as one or two (first row, contiguous view)."""
+        """Yield rows first .. end - 1 of a column as one or two pairs (first row, contiguous view)."""
         while first < end:
             slot = first % self.capacity
             num = min(end - first, self.capacity - slot)
@@ -99,7 +99,7 @@ class Columns:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def append(self, columns: Mapping[str, NDArray], num: int) -> Rows:
-        """Append `num` rows, for which there must be room, and return their row numbers."""
+        """Append `num` rows and return their row numbers. The capacity must suffice (`grow`)."""
         slot = self.end % self.capacity
         head = min(num, self.capacity - slot)
         for name, column in self._columns.items():
@@ -111,7 +111,7 @@ class Columns:
         return np.arange(self.end - num, self.end)
 
     def grow(self, num: int) -> None:
-        """Make room for `num` more rows. Row numbers stay."""
+        """Enlarge the ring, so that `num` more rows fit. Row numbers stay."""
         needed = self.end - self.first + num
         # from 65,536 rows on by a quarter: twice the memory of a large index may not be there
         capacity = max(needed, self.capacity * 2 if self.capacity < 2**16 else self.capacity * 5 // 4)
@@ -127,7 +127,7 @@ class Columns:
         self.capacity = capacity
 
     def compact(self, live: Rows, num: int) -> None:
-        """Keep only rows `live` (ascending), numbered 0, 1, ... from now on, and make room for `num` more."""
+        """Keep only rows `live` (ascending), renumber them 0, 1, ..., and resize the ring to fit `num` more rows."""
         capacity = max(_MIN_CAPACITY, (len(live) + num) * 5 // 4)
         for name, dtype in _DTYPES.items():
             column = np.empty(capacity, dtype=dtype)
@@ -186,10 +186,10 @@ class VersionNumbers:
         self.lineages = np.zeros(16, dtype=np.uint32)
         self.steps = np.zeros(16, dtype=np.uint64)
         self.counts = np.zeros(16, dtype=np.int64)
-        """[V] by number: lineage, step, and live rollouts."""
+        """The lineage, the step and the number of live rollouts of each version, by its number. Each [V]."""
 
     def number_of(self, lineages: NDArray[np.uint32], steps: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """Return the number of each version (lineages [n], steps [n]); unknown ones get one. [n]"""
+        """Return the number of each version (lineages [n], steps [n]). A version without a number gets one. [n]"""
         if (lineages == lineages[0]).all() and (steps == steps[0]).all():
             # one version, as in most pushes: without the two sorts below
             at, inverse = [0], np.zeros(len(steps), dtype=np.int64)
@@ -249,7 +249,7 @@ class PromptRows:
         return sum(array.nbytes for array in arrays) + 8 * sum(map(len, self._free.values()))
 
     def grow(self, num_prompts: int) -> None:
-        """Make room for prompt numbers below `num_prompts`."""
+        """Extend the arrays to all prompt numbers below `num_prompts`."""
         if (more := num_prompts - len(self.starts)) > 0:
             self.starts = np.concatenate([self.starts, np.zeros(more, dtype=np.int64)])
             self.lengths = np.concatenate([self.lengths, np.zeros(more, dtype=np.int32)])
@@ -294,7 +294,7 @@ class PromptRows:
         return moved
 
     def _rewrite(self, prompts: Prompts, num_new: NDArray[np.integer]) -> None:
-        """Write new blocks without the dead rows and with room for `num_new` more."""
+        """Write new blocks without the dead rows, with free places for `num_new` [k] more rows each."""
         rows, lengths = self.rows_of(prompts)
         alive = self._is_live(rows)
         owner = np.repeat(np.arange(len(prompts)), lengths)[alive]
@@ -358,7 +358,7 @@ class PromptSet:
         return self._flags.nbytes + self._chunks.nbytes
 
     def grow(self, num_prompts: int) -> None:
-        """Make room for prompt numbers below `num_prompts`."""
+        """Extend the arrays to all prompt numbers below `num_prompts`."""
         num_chunks = -(-num_prompts // _CHUNK)
         if num_chunks > len(self._chunks):
             self._ends = None

@@ -30,7 +30,7 @@ from tba_buffer.storage.redis_client import redis_errors
 Floats = NDArray[np.float64]
 MAX_POINTS = 2000
 MAX_NAMES_CHARS = 4096
-"""Most characters of all asked names: percent-encoded, they must fit into the first line of a request (64 KiB)."""
+"""Most characters of the query `names`: percent-encoded, it must fit into the first line of a request (64 KiB)."""
 MAX_NAMES_ASKED = 500
 MAX_NAMES = 2000
 """Most metrics that are kept: a bound on memory, in case something makes up a new name in each step."""
@@ -60,7 +60,7 @@ _DECODER = msgspec.json.Decoder(BatchLine | ResumeLine)
 
 
 def read_page(lines: Sequence[bytes], *, key: str, first: int) -> list[BatchLine]:
-    """Parse lines of the ledger and return those of batches; `key` and the first line's number are for the error.
+    """Parse ledger lines, numbered from `first`, and return those of batches. Errors name the Redis `key`.
 
     Raises:
         UnavailableError: a line cannot be read.
@@ -84,7 +84,7 @@ class StepMetrics:
         self.lineages, self.steps, self.at_s = array("q"), array("q"), array("d")
         """[rows]; `at_s`: Unix seconds at which the steps were acked."""
         self.columns: dict[str, array[float]] = {}
-        """Every metric that any step has, in the order in which they first came; NaN where it is unknown."""
+        """Values [rows] of each metric, NaN where unknown; metrics in the order in which they first came."""
         self._left_out: set[str] = set()
 
     def add(self, lines: Sequence[BatchLine]) -> None:
@@ -108,7 +108,7 @@ class StepMetrics:
 
 
 def thin(values: Floats, num_per_point: int) -> list[float | None]:
-    """Return one value per `num_per_point` neighbours of values [n]: the mean of the known ones; None: all unknown."""
+    """Return the mean of each run of `num_per_point` values without the unknown (NaN) ones; None if all are unknown."""
     num_points = -(-len(values) // num_per_point)
     padded = np.full(num_points * num_per_point, np.nan)
     padded[: len(values)] = values

@@ -233,7 +233,7 @@ def _gauge_families(reading: Reading) -> Iterator[Metric]:
 
 def component_families(components: Sequence[ComponentInfo], waits: Sequence[WaitInfo]) -> Iterator[Metric]:
     """Yield the metrics of components and waits, the gauges of the live trainer with the newest heartbeat, and the
-    gauges of all live searchers, summed."""
+    sums of the gauges over all live searchers."""
     # kinds without a component are shown as 0: alerts compare with that
     none = dict.fromkeys(KINDS, 0)
     text = "Components with a recent sign of life, by kind"
@@ -290,7 +290,7 @@ def _by(family: type[F], name: str, text: str, label: str, values: Mapping[str, 
 
 
 def shown_waits(waits: Counter[str]) -> dict[str, int]:
-    """Return name -> number of the WAITS_SHOWN most frequent waits, and the rest added up as OTHER_WAITS."""
+    """Return the numbers of the WAITS_SHOWN most frequent waits by name, and the sum of the rest as OTHER_WAITS."""
     # names come from heartbeats, and labels must stay few
     shown = dict(waits.most_common(WAITS_SHOWN))
     rest = waits.total() - sum(shown.values())

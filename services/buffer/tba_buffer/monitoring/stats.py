@@ -35,13 +35,13 @@ NAMES = ("generated", "evicted", "drawn", "trained", "generated_tokens", "traine
 
 
 class RateWindow:
-    """Samples of cumulative counts of the last WINDOW_S, and one before, oldest first."""
+    """Samples of cumulative counts, oldest first: those of the last WINDOW_S seconds, and the one before them."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, dict[str, int]]] = deque()
 
     def add(self, at_s: float, counts: Mapping[str, int]) -> None:
-        """Remember the counts NAMES at `at_s` (a clock that never goes back)."""
+        """Add a sample of the counts NAMES at `at_s` (monotonic). While nothing was generated, drop older samples."""
         if not counts["generated"]:  # the start of the services is no time of generating
             self._samples.clear()
         self._samples.append((at_s, {name: counts[name] for name in NAMES}))
@@ -50,7 +50,7 @@ class RateWindow:
             self._samples.popleft()
 
     def rates(self, at_s: float, counts: Mapping[str, int]) -> Rates | None:
-        """Return the growth per second since the oldest sample, or None while less than MIN_WINDOW_S is known."""
+        """Return the growth per second since the oldest sample; None before MIN_WINDOW_S, or if a count fell."""
         if not self._samples or at_s - self._samples[0][0] < MIN_WINDOW_S:
             return None
         window_s, before = at_s - self._samples[0][0], self._samples[0][1]
@@ -92,7 +92,7 @@ PUSH_OUTCOMES = ("new", "duplicate", "refused")
 ALWAYS_FRESH_ROLLOUTS = 10_000
 DETAIL_EVERY_S = 1.0
 DETAIL_SHARE = 0.02
-"""Most of the process's time that `StatsReader.detail` may take, as a share."""
+"""Largest share of the process's time that `StatsReader.detail` may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Counters:
 
     totals: Mapping[str, int]
     ages: Mapping[int, int]
-    """Policy age in steps when consumed -> rollouts."""
+    """Number of consumed rollouts by policy age: the steps between a rollout's weights and its use."""
     num_open_leases: int
     num_acked: int
     num_trained_steps: int
@@ -110,11 +110,11 @@ class Counters:
     trainer: PolicyVersion
     """The active lineage, and its last acked step."""
     times: Mapping[str, float]
-    """Kind of component -> seconds that components of it were alive."""
+    """Seconds that components were alive, by kind."""
     index: Index
 
     def group(self, name: str) -> dict[str, int]:
-        """Return <what> -> count of the counters `name:<what>`, without those that have a further colon."""
+        """Return the counters `name:<what>` by <what>. Names with a second colon are left out."""
         parts = ((key.split(":"), value) for key, value in sorted(self.totals.items()))
         return {key[1]: value for key, value in parts if key[0] == name and len(key) == 2}
 

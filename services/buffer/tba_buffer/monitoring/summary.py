@@ -18,7 +18,7 @@ NUM_RECENT = 10
 MIN_WAIT_S = 5.0
 """Shorter waits are normal, and are not reported."""
 FLAT = 0.01
-"""If the mean rewards of past and present differ by less than this share of the range, the reward is flat."""
+"""The reward is flat if the means of past and present differ by at most this share of the curve's max - min."""
 NUM_NAMED = 3
 MIN_SCORED = 64
 """With fewer stored rewards, equal ones may be chance."""

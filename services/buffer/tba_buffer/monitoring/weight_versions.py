@@ -29,7 +29,7 @@ class WeightVersionReader:
         self._open_store = open_store
         self._run = run
         self._known: dict[PolicyVersion, WeightVersionInfo | None] = {}
-        """None: the manifest cannot be read."""
+        """The cached content of each manifest; None: that manifest cannot be read."""
         self._newest = WeightVersionList(versions=[], num_older=0)
         # one reading for all who ask at once: a list of a bucket costs a request
         self._reading = SingleFlight(self._read, asyncio.Lock())

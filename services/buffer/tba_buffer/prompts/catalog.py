@@ -202,12 +202,12 @@ class VisitOrder:
 
 
 def choose_by_posterior(train_numbers: Ints, counts: Ints, successes: Ints, num: int, rng: np.random.Generator) -> Ints:
-    """Return offsets [num] into `train_numbers` for `num` visits, those with a drawn rate nearest to TARGET first.
+    """Draw success rates for random train prompts. Return offsets [num] of the rates nearest to TARGET, in order.
 
     With fewer train prompts than candidates (red-teaming has one), a prompt may be drawn and chosen more than once.
 
     Args:
-        train_numbers: [P] prompt numbers of the train prompts.
+        train_numbers: [P] prompt numbers of the train prompts; the offsets index this array.
         counts: [Q] scored rollouts stored now, per prompt number; prompts beyond its end have none.
         successes: [Q] how many of these rollouts succeeded.
         num: number of visits.

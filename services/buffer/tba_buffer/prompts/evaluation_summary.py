@@ -39,7 +39,7 @@ class EvaluationUnit:
 
     @classmethod
     def parse(cls, text: str) -> EvaluationUnit:
-        """Parse the text that `str` returns."""
+        """Parse the text that `str(unit)` returns."""
         eval_id, kind, number = text.split("|")
         return cls(eval_id, kind, int(number))
 
@@ -59,7 +59,7 @@ class ComparedNumbers(BaseModel):
     num_prompts: Integer
     numbers: EvalNumbers
     num_unknown: dict[str, int]
-    """Kind of unit -> number of unknown scores."""
+    """Number of unknown scores by kind of unit."""
 
 
 class StoredEval(BaseModel):
@@ -122,7 +122,7 @@ def summarise(results: Results, *, success_reward: float, pass_at: Sequence[int]
 
 
 def count_unknown(results: Results) -> dict[str, int]:
-    """Return kind of unit -> number of unknown scores. Answers that are wrong without a score are not unknown."""
+    """Return the number of unknown scores by kind of unit. Answers that are wrong without a score are not unknown."""
     counts: dict[str, int] = dict.fromkeys(KINDS, 0)
     for unit, result in results.items():
         counts[unit.kind] += result.rewards.count(None) - (result.num_wrong or 0)
@@ -147,7 +147,7 @@ def _mean_pass_at(successes: Sequence[Sequence[bool]], k: int) -> float | None:
 
 
 def find_best_version(evals: Iterable[StoredEval], section: EvalSection, *, num_heldout: int) -> BestVersion | None:
-    """Return the best version by `eval.best_metric`; the newest one of equals. None: no evaluation can be compared.
+    """Return the best version by `eval.best_metric`; if several are equal, the newest. None: none can be compared.
 
     Args:
         num_heldout: number of held-out prompts of the run.

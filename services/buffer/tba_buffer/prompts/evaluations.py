@@ -45,7 +45,7 @@ class Evaluations:
 
         Raises:
             FencedError: a newer lineage owns the run.
-            ConflictError: there are no held-out prompts, no version was announced, or not the requested one.
+            ConflictError: there are no held-out prompts, no version was announced, or the requested one was not.
         """
         run, section, now = await RunHash.read(self._context), self._context.recipe.eval, self._context.clock()
         version, token = request.version or run.latest_version, request.token or run.token
@@ -105,7 +105,7 @@ class Evaluations:
         return [info for info, _ in found], best
 
     async def documents(self, eval_ids: Sequence[str]) -> dict[str, StoredEval]:
-        """Return eval id -> stored evaluation; unknown ids are left out. `eval_ids` must not be empty."""
+        """Return the stored evaluations by eval id; unknown ids are left out. `eval_ids` must not be empty."""
         with redis_errors("read the evaluations"):
             texts = await self._context.redis.hmget(self._context.keys.evals, list(eval_ids))
         return {

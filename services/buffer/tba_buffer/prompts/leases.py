@@ -6,8 +6,8 @@ Evaluation units come before visits, returned and expired visits before new ones
 a visit may take longer than `lease_s`. A visit that cannot be sampled (refused) ends. A prompt may be on lease any
 number of times at once, each time for another visit.
 
-A request may be held here until there is room for rollouts (run/state.py), an evaluation, a new version or the end of
-the run. At most MAX_HELD requests are held; the others are answered at once. Held requests share the room.
+A request may be held here until flow control allows rollouts (run/state.py), or until an evaluation, a new version or
+the end of the run. At most MAX_HELD requests are held; others are answered at once. Held requests share the allowance.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Leases:
         self._run_state = run_state
         self._lock = asyncio.Lock()
         self._held: dict[int, int] = {}
-        """id() of each held request -> its `min_leases`."""
+        """The `min_leases` of each held request, by the request's id()."""
         self._poll_backoff = PollBackoff()
         self._order = VisitOrder(catalog, context.recipe)
         self._flow = FlowSettings.of(context.recipe)
@@ -92,7 +92,9 @@ class Leases:
     async def _wait_for_leases(
         self, request: LeaseRequest, begin_s: float | None, is_gone: Callable[[], Awaitable[bool]] | None
     ) -> tuple[list[Lease], str | None, RunSnapshot]:
-        """Try to claim leases until `wait_s` seconds after `begin_s` (None: try once).
+        """Try to claim leases, until `wait_s` seconds after `begin_s` at most (None: try once).
+
+        A new version or the end of the run also ends the wait.
 
         Returns:
             The leases, the name of what the request waits for (None: nothing), and the state of the run.
@@ -117,10 +119,10 @@ class Leases:
     async def _attempt(
         self, request: LeaseRequest, *, min_leases: int, always: bool
     ) -> tuple[list[Lease], str | None, RunSnapshot]:
-        """Claim evaluation units, and visits if there is room for `min_leases` of them; return as `_wait_for_leases`.
+        """Claim evaluation units, and visits if flow control allows `min_leases` of them; return as `_wait_for_leases`.
 
         Args:
-            always: run lease.lua even without such room: it grants evaluation units, releases expired leases, and
+            always: run lease.lua even if it allows fewer: the script grants evaluation units, ends expired leases, and
                 answers a repeated request.
         """
         async with self._lock:  # one at a time: a claim takes room away from the next request
@@ -206,7 +208,7 @@ class Leases:
         return []
 
     async def _leases(self, flat: list[bytes | int], lease_s: float, temperature: float) -> list[Lease]:
-        """Build leases from the flat reply of lease.lua: kind, lease id, visit or unit, prompt id, rollouts of each."""
+        """Build leases from the reply of lease.lua. Per lease: kind, lease id, visit or unit, prompt id, rollouts."""
         texts = [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in flat]
         rows = [texts[at : at + 5] for at in range(0, len(texts), 5)]
         eval_ids = sorted({subject.partition("|")[0] for kind, _, subject, _, _ in rows if kind == "eval"})

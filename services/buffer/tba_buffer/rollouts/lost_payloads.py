@@ -19,7 +19,7 @@ UNREADABLE = "unreadable: what is stored of this rollout cannot be read"
 def lost_payload_error(
     index: Index, positions: NDArray[np.integer], payloads: Sequence[bytes | None]
 ) -> UnavailableError | None:
-    """Return the error for payloads that Redis has lost; None when those missing were evicted.
+    """Return the error for payloads that Redis has lost; None if all missing ones were evicted.
 
     Args:
         index: caught up with the log after the payloads were read, so it knows an eviction that took them.

@@ -187,7 +187,7 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
 class PushAdmission:
     """Limits the bytes of push bodies that this process holds at once, so that searchers cannot exhaust its memory.
 
-    A body that is alone is always admitted.
+    While no other body is held, a body of any size is admitted.
 
     Args:
         recipe: says how large a body may be.
@@ -204,7 +204,7 @@ class PushAdmission:
         A body of unknown size counts as the largest that is allowed.
 
         Raises:
-            BusyError: MAX_INFLIGHT_BYTES are in use (wait "push-memory"); nothing of the body was read.
+            BusyError: with the bodies held, it exceeds MAX_INFLIGHT_BYTES (wait "push-memory"); none of it was read.
         """
         declared = request.headers.get("content-length", "")
         num_bytes = int(declared) if declared.isdigit() else self._max_body_bytes

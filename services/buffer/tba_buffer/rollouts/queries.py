@@ -53,7 +53,7 @@ from tba_buffer.storage.redis_client import redis_errors
 MAX_READ = 20_000
 """Most rollouts that one page reads to find those that pass a filter of their payloads."""
 MAX_SCANS = 4
-"""Most such pages that are read at once; further ones wait. Each holds a chunk, and keeps Redis and a thread busy."""
+"""Most pages with such filters read at once; others wait. Each holds a chunk, and keeps Redis and a thread busy."""
 CHUNK_ROLLOUTS = 500
 CHUNK_BYTES = 32 * 1024 * 1024
 """Most payload bytes in memory at once (a larger payload is a chunk of its own)."""
@@ -155,7 +155,7 @@ class RolloutReader:
         self, wanted: RolloutFilter, num: int, *, on_evicted: Callable[[int], None]
     ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
         """Return an iterator over all rollouts that match, oldest first, in groups of at least `num`, or of at least
-        CHUNK_BYTES; the last one may be smaller.
+        CHUNK_BYTES; the last group may be smaller.
 
         Args:
             on_evicted: called with the number of rollouts that are left out because they were evicted before they were
@@ -196,7 +196,7 @@ class RolloutReader:
         num_first: int,
         on_evicted: Callable[[int], None] = lambda _: None,
     ) -> AsyncIterator[tuple[int, list[StoredRollout]]]:
-        """Read the rollouts at log positions in chunks: `num_first`, then twice as many each time, to CHUNK_ROLLOUTS.
+        """Read the rollouts at log positions in chunks of `num_first`, then twice as many each, up to CHUNK_ROLLOUTS.
 
         A chunk has CHUNK_BYTES at most, or one rollout. Evicted rollouts are left out.
 
@@ -229,7 +229,7 @@ class RolloutReader:
             yield num_read, stored
 
     async def rollouts(self, stored: Sequence[StoredRollout]) -> list[tuple[StoredRollout, Rollout]]:
-        """Decode stored rollouts. Placeholders from the index replace damaged ones, so that people see them."""
+        """Decode stored rollouts. Placeholders replace damaged ones; those not in the index are left out."""
         decoded = await in_thread(lambda: [_decode(item.payload, item.rollout_id) for item in stored])
         damaged = [item.position for item, rollout in zip(stored, decoded, strict=True) if rollout is None]
         rows = self._view.index.rows_at(np.array(damaged, dtype=np.uint64))

@@ -29,7 +29,7 @@ RETRY_S = 30.0
 LOAD_WAIT_S = 3.0
 """How long a request waits for the tokenizer. A slower load continues in the background for later requests."""
 MAX_PENDING = 16
-"""Most tokens in a row without the end of a character (at most four bytes). After more, their bytes are no text."""
+"""After this many tokens without a complete character (at most four bytes), their bytes are decoded as they are."""
 log = get_logger("token_texts")
 
 

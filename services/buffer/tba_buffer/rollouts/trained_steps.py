@@ -25,7 +25,7 @@ ID_BYTES = 16
 DROPPED = "trained_steps:dropped"
 """The counter of records that ack.lua has trimmed."""
 RECORDS_PER_READ = 32
-"""A record has 12 KB with 512 rollouts, and at most 1.6 MB."""
+"""Records read from Redis at once. A record has 12 KB with 512 rollouts, and at most 1.6 MB."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +108,7 @@ class TrainedSteps:
         self._context, self._lineages = context, lineages
 
     async def of(self, rollout_id: bytes) -> tuple[list[TrainedStep], str | None]:
-        """Return the recorded steps that consumed a rollout, oldest first, and the version of the oldest record.
+        """Return the recorded steps that consumed a rollout, oldest first; and the version of the oldest recorded step.
 
         O(kept rollouts): about 0.1 s for 2,000 steps of 512.
         """

@@ -20,7 +20,7 @@ HEARTBEAT_TIMEOUT_S = 15.0
 
 
 def read_times(context: Context, raw: Mapping[bytes, bytes]) -> dict[str, float]:
-    """Parse the hash of the times: kind of component -> seconds."""
+    """Parse the hash `component_times`. Return the seconds alive by kind of component."""
 
     def parse() -> dict[str, float]:
         return {name.decode(): bounded(float(raw[name])) for name in sorted(raw)}
@@ -39,7 +39,7 @@ class ComponentTimes:
     def __init__(self, context: Context, ended: Collection[str]) -> None:
         self._context, self._ended = context, ended
         self._heard_at_s: dict[tuple[str, str], float] = {}
-        """(kind, id) of a component -> Unix seconds of its last heartbeat; without components that have ended."""
+        """Unix seconds of the last heartbeat by (kind, id) of the component, without components that have ended."""
         self._seconds: dict[str, float] = {}
         self._has_begun = False
         self._beginning = asyncio.Lock()

@@ -91,7 +91,7 @@ class Components:
         """Store a heartbeat, and count the component's time and, of a trainer, its waits.
 
         Raises:
-            ConflictError: the component belongs to another run.
+            ConflictError: the heartbeat names another run.
             BusyError: as many components of this kind as can be remembered are alive.
             ForbiddenError: a component of another kind has the id.
         """
@@ -185,7 +185,7 @@ class Components:
         return ComponentWait(name=info.name, for_s=info.for_s, deadline_in_s=info.deadline_in_s)
 
     async def read(self) -> tuple[list[ComponentInfo], list[WaitInfo]]:
-        """Return the components by id, then the services; and the waits of the components alive and of this service.
+        """Return the components (ordered by id, services last), and the waits of this service and of live components.
 
         Components that have been silent for FORGET_AFTER_S are deleted from Redis. A read-only buffer deletes none: it
         shows the components that were alive at the end of the run as silent.
@@ -273,7 +273,7 @@ class TrainerWaits:
         )
 
     async def totals(self) -> dict[str, float]:
-        """Return name of the wait -> seconds that trainers have waited since the run began."""
+        """Return the seconds that trainers have waited since the run began, by the name of the wait."""
         with redis_errors("read the waits of the trainers"):
             raw = await self._context.redis.hgetall(self._context.keys.trainer_waits)
         found: dict[str, float] = {}

@@ -28,9 +28,9 @@ HINTS = {
     403: "; give the buffer's service account a Role with get and patch on deployments/scale of that name",
     404: "; check scaling.deployment",
 }
-"""Status of a refusal -> what to do."""
+"""Advice for a refused call, by its HTTP status."""
 MAX_WORDS = 400
-"""Most characters of an API answer that a note repeats."""
+"""Most characters of an API answer or an error that a message repeats."""
 T = TypeVar("T")
 
 
@@ -163,7 +163,7 @@ class Deployment:
 
 
 def _message(error: Any) -> str:
-    """Return the message in the API's answer."""
+    """Return the message in the API's answer, or else the error's reason."""
     try:
         message = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):

@@ -68,11 +68,11 @@ class Lineages:
         self._active = self.history(max(parents, default=START.lineage))
 
     def knows(self, lineage: int) -> bool:
-        """Return whether a trainer start took this number."""
+        """Return whether the lineage table, as last loaded, has this lineage."""
         return lineage in self.tree.parents
 
     def history(self, lineage: int) -> dict[int, int]:
-        """Return ancestor -> its last step in the history of `lineage`, and `lineage` -> a step beyond all others."""
+        """Return the last step of each lineage in the history of `lineage`; for `lineage`, a step beyond all others."""
         # from a step beyond all others: so the own steps of the lineage are in its history
         path = self.tree.ancestry(PolicyVersion(lineage, 10**12))
         return {version.lineage: version.step for version in path}
@@ -85,12 +85,12 @@ class Lineages:
         """Start a lineage for a trainer from `request.parent`. A repeated request id gets the lineage that it took.
 
         In the same call, a registered checkpoint with a later step than the parent is replaced by the parent's or
-        removed. The rollback that the start obeys is then no longer pending.
+        removed. A pending rollback ends if the start obeys it, or if the parent is not after its step.
 
         Raises:
-            ConflictError: the rollback to obey is no longer pending, and nothing was changed: the trainer reads the run
-                again. Or no trainer made the parent version: it is not the start of its lineage, and was neither
-                acked nor announced nor checkpointed. Or the request id took a lineage with another parent.
+            ConflictError: nothing was changed. The rollback to obey is no longer pending (read the run again); or no
+                trainer made the parent version: it is not the start of its lineage, and was neither acked nor
+                announced nor checkpointed nor forked from; or the request id took a lineage with another parent.
             SupersededError: this buffer process does not own the run.
         """
         parent, token = PolicyVersion.parse(request.parent), secrets.token_hex(16)
@@ -149,7 +149,7 @@ class Lineages:
         return LineageReply(lineage=lineage, token=token)
 
     async def publish(self, request: VersionRequest) -> int:
-        """Announce a version in the log; return the announcement's log position, for a late repeat the same one.
+        """Announce a version in the log, and return its log position. A repeat returns the position of the first call.
 
         Raises:
             FencedError: a newer lineage owns the run.
@@ -174,7 +174,7 @@ class Lineages:
 
         Raises:
             FencedError: a newer lineage owns the run.
-            RollbackError: a rollback is pending: the trainer would delete old checkpoints now, perhaps its one.
+            RollbackError: a rollback is pending, and the trainer might delete the checkpoint that it returns to.
             ConflictError: the version is not in the history of the active lineage.
         """
         version, what = PolicyVersion.parse(request.version), f"the checkpoint of version {request.version}"

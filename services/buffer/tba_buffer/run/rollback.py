@@ -7,9 +7,9 @@
 So the request outlives every process, and is obeyed once. It is pending only while the run is running or paused: a stop
 or a failure withdraws it. A paused run rolls back at once and stays paused.
 
-The object store lists the checkpoints, as for the trainer. Only those that the trainer keeps are offered. It names them
-when it registers a checkpoint, and deletes the others only afterwards; a pending rollback refuses that call. If kept
-checkpoints or lineage change while a request is handled, the checkpoints are listed again.
+The checkpoints are listed from the object store. Only those that the trainer keeps are offered. The trainer names them
+when it registers a checkpoint, and deletes the others only afterwards. While a rollback is pending, it can register
+none. If kept checkpoints or lineage change while a request is handled, the checkpoints are listed again.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Rollbacks:
         self._open_store = open_store
 
     async def checkpoints(self, run: RunHash | None = None) -> list[PolicyVersion]:
-        """Return the complete checkpoints that the active lineage wrote or descends from and keeps, newest first.
+        """Return the complete checkpoints in the active lineage's history that the trainer keeps, newest first.
 
         Args:
-            run: has the active lineage and the kept checkpoints; None: it is read now.
+            run: gives the active lineage and the kept checkpoints; None: the run is read now.
 
         Raises:
             UnavailableError: Redis or the object store did not answer.

@@ -97,7 +97,7 @@ class Scaling:
             The searchers now, and only the change that this request made.
 
         Raises:
-            ConfigError: more than `scaling.max_searchers`, or more than one for one server.
+            ConfigError: more than `scaling.max_searchers`, or more than one that share a server.
             ConflictError: nothing of tba starts searchers here, or the run is offline.
             SupersededError: this buffer process does not own the run.
         """

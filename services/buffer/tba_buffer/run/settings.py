@@ -40,7 +40,7 @@ class SettingsRevision:
     recipe: Recipe
 
     def now(self, step: int) -> dict[LiveName, float]:
-        """Return name -> value of each live setting for the step after `step`."""
+        """Return the values of the live settings for the step after `step`, by name."""
         values = LiveSettings.of_recipe(self.recipe).changed()
         return {name: value.at(step) if isinstance(value, Schedule) else value for name, value in values.items()}
 
@@ -99,7 +99,7 @@ class Settings:
             return self._current
 
     async def at(self, revision: int) -> SettingsRevision:
-        """Return the settings of a revision that Redis has just named, or newer ones; read them if they are new here.
+        """Return the settings of `revision`, or newer ones. Read them from Redis if another revision is cached.
 
         Raises:
             UnavailableError: Redis did not answer, or the live settings in it cannot be used.

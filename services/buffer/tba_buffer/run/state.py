@@ -10,7 +10,7 @@ So scripts compare the token themselves, and the ledger reads its lines and the 
 
 Flow control is pure functions of the counts:
 
-    streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and one can fill a slot
+    streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and a prompt fills a slot
                                   ("rollouts"; "used-up" if some were in `max_uses` batches); with
                                   `samples_per_insert`, while
                                   drawn + batch > samples_per_insert * inserted + error   ("samples-per-insert")
@@ -18,7 +18,7 @@ Flow control is pure functions of the counts:
                                   ("trainer-ahead")
     alternate    after each publication: generation runs until k batches' worth arrived, sampling waits
                  ("alternate-generate");
-                 then sampling runs for k batches, generation waits ("alternate-train"), until the next one
+                 then sampling runs for k batches, generation waits ("alternate-train")
     either       generation waits ("unscored") when it would not wait without the rollouts with an unknown reward, which
                  count as if they were scored; or when these fill half of the buffer
 
@@ -228,7 +228,7 @@ class RunStateReader:
         return (await RunHash.read(self._context)).parse_all()
 
     async def void(self, member: str | bytes) -> None:
-        """Void an open batch (member of `open_batches`) before its deadline, because it cannot be returned any more.
+        """Void an open batch (member of `open_batches`) before its deadline: it cannot be sent to the trainer any more.
 
         Raises:
             SupersededError: a newer buffer process owns the run.

@@ -148,8 +148,8 @@ class BatchDrawer:
         """Draw and record a new batch.
 
         Returns:
-            The new batch, or the open one of this step. If the run has changed since it was read: the name of the wait
-            to report if further attempts fail too, or the error to raise then because payloads are lost.
+            The new batch, or the open one of this step. Neither, if the run has changed since it was read: then the
+            name of a wait, or the error for lost payloads, to raise if further attempts fail too.
         """
         keys, now = self._context.keys, self._context.clock()
         try:
@@ -237,7 +237,7 @@ class BatchDrawer:
         return record, index.column("position", rows), event
 
     async def _return_open(self, member: bytes) -> DrawnBatch | str:
-        """Return the open batch as it was drawn; or, if its deadline is near or payloads are gone, void it."""
+        """Return the open batch as drawn. If its deadline is near or payloads are gone, void it; return the wait."""
         # with less than half of it left the deadline is near: void the batch rather than return it once more
         keys, min_deadline_s = self._context.keys, self._context.clock() + self._deadline_s / 2
         wait = "void-batch"

@@ -74,7 +74,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def member(self) -> str:
-        """The batch as a member of `open_batches`."""
+        """The text that stands for the batch in the Redis set `open_batches`."""
         return batch_member(self.batch_id, self.num_rollouts, self.lineage, self.step)
 
     def slots(self) -> dict[str, int]:
@@ -114,7 +114,7 @@ decode_record = msgspec.msgpack.Decoder(BatchRecord).decode
 
 
 def batch_member(batch_id: str, num_rollouts: int, lineage: int, step: int) -> str:
-    """Return a batch as a member of `open_batches`."""
+    """Return the text that stands for a batch in the Redis set `open_batches`."""
     return f"{batch_id}|{num_rollouts}|{lineage}|{step}"
 
 
@@ -147,7 +147,7 @@ class BatchLedger:
             VoidBatchError: the batch is unknown, past its deadline, or was drawn for another step.
             ConflictError: the step has acked another batch, or a step was left out.
             BadRequestError: counts in the ack do not fit the batch, or it names rollouts that are not in the batch.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         keys, now = self._context.keys, self._context.clock()
         with redis_errors("read a batch"):
@@ -192,10 +192,10 @@ class BatchLedger:
             await self._evictor.enforce()
 
     async def read(self, *, after: int, limit: int) -> LedgerReply:
-        """Return at most `limit` lines from number `after` (from 0) on. `abandoned` is computed here, never stored.
+        """Return at most `limit` lines, the first with number `after`, counted from 0. `abandoned` is computed here.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         context, limit = self._context, min(limit, MAX_ENTRIES_PER_PAGE)
         with redis_errors("read the ledger"):

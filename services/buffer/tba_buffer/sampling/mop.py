@@ -162,7 +162,7 @@ class _SlotChoice:
         return _Chosen(prompt, is_recent, wanted_recent)
 
     def turns_taken(self, is_recent: Sequence[bool]) -> list[int]:
-        """Return which turn of its prompt each choice was, given which of them were recent."""
+        """Return which turn of its prompt each choice took, in order; `is_recent` says which pool each came from."""
         recent, replay = iter(self._from_recent.turns_taken()), iter(self._from_all.turns_taken())
         return [next(recent if each else replay) for each in is_recent]
 
@@ -223,7 +223,7 @@ def _draw_from_few(
 def _log_probabilities(
     values: NDArray[np.float64], num: NDArray[np.int64], recent: NDArray[np.bool_], scale: float, share: float
 ) -> NDArray[np.float64]:
-    """Return log p of each candidate [n]; candidates are in the order of the slots, `num` [S] of each."""
+    """Return log p of each candidate rollout [n]: those of one slot after the other, `num` [S] per slot."""
     uniform = np.repeat(-np.log(num), num)
     if not scale or share >= 1 or recent.all():
         return uniform
@@ -272,8 +272,8 @@ def _distinct(draw: Draw, weigh: Weigh, num_slots: int, size: int, rng: np.rando
     """Draw `size` different leaves for each slot, one after the other without replacement. [S, size]
 
     Args:
-        draw: returns a number of independent draws of leaves.
-        weigh: returns all leaves as `Priorities.gumbel_terms`; used when independent draws repeat themselves too often.
+        draw: returns the leaves of as many independent draws as its argument says.
+        weigh: returns all leaves as `Priorities.gumbel_terms` does; called if independent draws repeat too often.
     """
     chosen = draw(num_slots * size).reshape(num_slots, size)
     in_order = np.sort(chosen, axis=1)

@@ -106,9 +106,9 @@ class TurnChoice(_Choice):
 
 
 class WeightedChoice(_Choice):
-    """Chooses prompts by the total weight of their rollouts, mixed with a uniform share, as `TurnChoice` does.
+    """Chooses prompts by the total weight of their rollouts, mixed with a uniform share (mop.py, "across").
 
-    The next unused prompt has the probability of drawing without replacement. No turns are taken.
+    Unused prompts follow one another as in draws without replacement. No turns are taken.
 
     Args:
         trees, counts: from the index; counts [P] of drawable rollouts.

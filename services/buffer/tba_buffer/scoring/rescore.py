@@ -198,7 +198,7 @@ class RescoreJobs:
 
 
 def add_chunk(job: RescoreInfo, scored: Sequence[ScoredRollout], taken: Positions, *, num_left: int) -> RescoreInfo:
-    """Return the job with one chunk added: the rollouts in `scored` are done, the others at positions `taken` gone."""
+    """Return the job after a chunk; `num_left` rollouts are left. Those at `taken` but not in `scored` are gone."""
     before = [item.before.reward for item in scored if item.before.reward is not None]
     after = [item.after.reward for item in scored if item.after.reward is not None]
     versions = Counter(job.reward_versions)

@@ -37,7 +37,7 @@ SILENT_TRIES_UNPROVEN = 25
 """Tries while no item was ever scored: many, since the only evidence is an answer to another kind of request."""
 MIN_PARKED_S, MAX_PARKED_S = 0.5, 30.0
 REMOVE_GONE_EVERY_S = 60.0
-"""Hundreds of thousands may wait: looking at each of them for every request would hold up the service."""
+"""Pause between removals of gone rollouts: hundreds of thousands may wait, and every one is looked at."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,8 @@ class RetryQueue:
     def record_away(self, position: int, reason: str) -> bool:
         """Record that the scorer of a rollout was away. Return whether to give up.
 
-        A rollout that was given up waits no longer, but its tries stay counted until `remove`: it may be requested once
-        more, because other rollouts of its request wait.
+        After the last try the rollout has no pause, but its tries stay counted until `remove`. It may be requested once
+        more, together with other rollouts of its request that wait.
         """
         self.problem = reason
         self._silent.discard(position)
@@ -123,13 +123,14 @@ class RetryQueue:
         return any(at in self._waiting and self._waiting[at].retry_at_s > now for at in positions)
 
     def next_due(self, positions: list[int], max_items: int) -> list[int]:
-        """Return the log positions whose scores to request now: [] if none is due.
+        """Return which of these log positions to request scores for now; [] if none is due.
 
-        They are one silent rollout that is due, alone; or all new ones; or due ones: about max_items / 2^n if the first
-        of them had n tries. New and due ones take turns.
+        A silent rollout that is due is returned alone. Otherwise calls alternate: one returns all new rollouts, the
+        other about max_items / 2^n of the due ones, where n is the number of tries of the first.
 
         Args:
-            max_items: the most that one request may hold; new ones are not cut to it.
+            positions: of pending rollouts.
+            max_items: the most due rollouts that one request may hold; new ones are not cut to it.
         """
         now, waiting_at = self._clock(), self._waiting.get
         new, due = list[int](), list[int]()

@@ -154,7 +154,7 @@ class RolloutScorer:
 
         Raises:
             SupersededError: a newer buffer process owns the run.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         # no eviction or re-scoring may come between the look at the index and the write
         async with self._context.mutation_lock:
@@ -181,7 +181,7 @@ class RolloutScorer:
     def _decode(
         self, positions: Positions, stored: Sequence[bytes | None], fallbacks: Sequence[Rollout]
     ) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
-        """Return (positions and payloads [n], their rollouts [n], and the damaged ones as failed)."""
+        """Return (position, payload) pairs [n], their rollouts [n], and the damaged ones as failed `fallbacks`."""
         found, rollouts, failed = [], [], []
         for position, payload, fallback in zip(positions.tolist(), stored, fallbacks, strict=True):
             # evicted since the index was read
@@ -197,7 +197,7 @@ class RolloutScorer:
         return found, rollouts, failed
 
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
-        """Return whether to give up the item of a failed request. If it was alone and the service is up, park it."""
+        """Park the item of a failed request if it was alone and the service is up. Return whether to give it up."""
         if len(positions) > 1 or not error.may_be_request:
             return False
         if self._proven is None:
@@ -212,7 +212,7 @@ class RolloutScorer:
         return gives_up
 
     def update_waits(self, index: Index) -> None:
-        """Drop evicted rollouts from the retry queue, and end the shown waits for which none is left."""
+        """Drop evicted rollouts from the retry queue, and end each shown wait that no rollout waits for."""
         self.retry_queue.remove_gone(index)
         self._reward.show_scorer_wait(self.retry_queue.num_away)
         had, self._reward.num_parked = self._reward.num_parked, self.retry_queue.num_silent

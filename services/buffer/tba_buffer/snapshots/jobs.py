@@ -105,7 +105,7 @@ class SnapshotJobs:
         return await self.info(name)
 
     async def load(self, request: LoadRequest) -> OriginInfo:
-        """Begin to load a snapshot in the background, and return the progress; so does a repeated request.
+        """Begin to load a snapshot in the background, and return the progress. A repeated request continues the load.
 
         Raises:
             ConflictError: the run began with a trainer or another snapshot, or another job runs.
@@ -270,7 +270,7 @@ class SnapshotJobs:
             log.warning("snapshot_job_failed", job=what, error=job.reason)
 
     async def _read(self) -> tuple[OriginDocument | None, int, bytes | None]:
-        """Read (origin, position in the saved log up to which it is loaded, active lineage) from Redis."""
+        """Read from Redis the origin, the position up to which its saved log is loaded, and the active lineage."""
         run = await RunHash.read(self._context, "read the origin of the run")
         origin = run.raw.get(b"origin")
         document = None

@@ -41,7 +41,7 @@ PROMPTS_PER_UPLOAD = 1000
 
 
 class OriginDocument(msgspec.Struct, frozen=True):
-    """The snapshot that the run began with: field `origin` of the run hash. The first part writes it for good.
+    """The snapshot that the run began with: field `origin` of the run hash. The first loaded part writes it.
 
     `last` is the position in the saved log at which the load is complete, `lineage` the last lineage of the snapshot.
     """
@@ -57,7 +57,7 @@ class OriginDocument(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rollouts [N] (PLACE_DTYPE), then perhaps a publication; together they reach to `cursor` in the saved log."""
+    """Rollouts [N] (PLACE_DTYPE) or a publication, loaded in one call; it ends at `cursor` in the saved log."""
 
     places: NDArray[np.void]
     publication: SavedPublication | None

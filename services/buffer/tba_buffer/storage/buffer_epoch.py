@@ -33,7 +33,7 @@ class BufferEpoch:
 
         Raises:
             ConfigError: the run is stored in another format.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         await check_format(self._redis, self._keys)
         with redis_errors("count the start of this process"):
@@ -50,18 +50,18 @@ class BufferEpoch:
 
         Raises:
             ConfigError: the run is stored in another format.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         await check_format(self._redis, self._keys)
         # not 0, with which losses are not looked for: a damaged epoch, or none, is to show as one
         self.number = max(1, await self._found())
 
     async def check(self, what: str = "serving") -> None:
-        """Ask Redis whether this process still owns the run.
+        """Ask Redis whether this process still owns the run. An error says that `what` was refused.
 
         Raises:
             SupersededError: a newer buffer process owns it; this one serves nothing from then on.
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         if await self._found() > self.number:
             self.refused = (
@@ -81,7 +81,7 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
 
     Raises:
         ConfigError: the run is stored in another format.
-        UnavailableError: Redis did not answer.
+        UnavailableError: Redis did not answer, or answered with an error.
     """
     with redis_errors("be asked for its storage format"):
         found = await redis.get(keys.format)

@@ -4,7 +4,7 @@ Scripts runs the Lua scripts (lua/*.lua). Every change of more than one key is a
 second run with the same arguments stores, leases, draws and counts nothing twice. Only a repeated push reports and
 counts its items as duplicates. Each file begins with its arguments and replies; keys.py describes the keys.
 
-Every call that asks Redis raises UnavailableError while Redis does not answer. Docstrings outside this package name
+Every call that asks Redis raises UnavailableError for every error of Redis. Docstrings outside this package name
 only further errors. RunHash parses the fields of the `run` hash for all other modules.
 """
 
@@ -270,10 +270,10 @@ class Context:
         return self.recipe.run.name
 
     async def count(self, name: str, number: int = 1) -> None:
-        """Add to one counter; nothing is counted while Redis may have lost data of the run, or may lose it.
+        """Add `number` to the counter `name`. While Redis may have lost data of the run, or may lose it, do nothing.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         # a write would take the place of what a restored Redis has
         if self.durability.broken is None:
@@ -284,7 +284,7 @@ class Context:
         """Return all counters; an absent name has never been counted.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         with redis_errors("read the counters"):
             raw = await self.redis.hgetall(self.keys.counters)
@@ -422,8 +422,11 @@ class RunHash:
     async def read(cls, context: Context, what: str = "read the run") -> RunHash:
         """Read the hash from Redis, outside of a transaction.
 
+        Args:
+            what: names the action in the error: "Redis could not <what>".
+
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         with redis_errors(what):
             return cls(context, await context.redis.hgetall(context.keys.run))

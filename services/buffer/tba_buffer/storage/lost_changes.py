@@ -103,7 +103,7 @@ class Losses:
         """Read the counter of Redis as the number that this process starts from, once its epoch is taken.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         redis = await self._read()
         self.acknowledged = self._at_start = redis.acknowledged or 0
@@ -118,7 +118,7 @@ class Losses:
             epoch: the buffer epoch in Redis after the script.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         # a newer process counts from what it found: a trainer that heard this number would claim a loss there
         if epoch > self._epoch.number:
@@ -139,7 +139,7 @@ class Losses:
         """Compare a trainer's claim with the counter at this process's start; if it shows a loss, note it, return True.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         match = re.fullmatch(r"([0-9a-f]{16}):([0-9]{1,16})", text)
         # a claim of this start is compared with each answer already (`acknowledge`)
@@ -154,7 +154,7 @@ class Losses:
         """Compare epoch and counters with those in Redis; update `num_lost` and `problem`, and return `problem`.
 
         Raises:
-            UnavailableError: Redis did not answer.
+            UnavailableError: Redis did not answer, or answered with an error.
         """
         own = self._epoch.number
         # this process has not taken the run yet, so it was told nothing

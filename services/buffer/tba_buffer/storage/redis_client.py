@@ -131,7 +131,7 @@ def refused_writes(error: RedisError) -> str | None:
 
 
 def may_be_late(error: RedisError) -> bool:
-    """Return whether waiting may help, because Redis or its DNS name is not there yet. Refusals and bad TLS stay."""
+    """Return whether waiting may help: Redis or its DNS name may appear later. False for refusals and TLS errors."""
     is_away = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, AuthorizationError)
     return is_away and not isinstance(error.__cause__ or error.__context__, ssl.SSLError)
 
@@ -148,7 +148,7 @@ def why_unreachable(error: RedisError) -> str:
 
 @contextmanager
 def redis_errors(what: str) -> Iterator[None]:
-    """Raise UnavailableError for every error of Redis while it does `what`, so that nothing is acknowledged.
+    """Turn every Redis error in the caller's `with` block into UnavailableError: "Redis could not <what>: ...".
 
     Raises:
         UnavailableError: Redis is away, loading, full, read-only, cannot write its file, or gave another error.
@@ -331,7 +331,7 @@ class MultiplexedConnection:
             await socket.close()
 
     async def _socket(self) -> _Socket:
-        """Return the open socket, or a new one. All who need one meanwhile wait for the same attempt."""
+        """Return the open socket, or connect a new one. Concurrent callers share one attempt to connect."""
         if self._is_closed:
             raise ConnectionError("this side has closed its connections")
         connecting = self._connecting

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _TOP = 4096
-"""Nodes of the top level. Running sums over it are faster than more levels above it would be."""
+"""Nodes of the top level. `find` begins with running sums over them, which are faster than more levels."""
 
 
 class SumTree:
@@ -88,7 +88,7 @@ class SumTree:
             self._nodes[node] = self._nodes[2 * node] + self._nodes[2 * node + 1]
 
     def find(self, targets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the leaf at which the running sum passes each target [k], and the target's offset in its weight [k].
+        """Return the leaf [k] where the running sum of weights passes each target, and the target's offset in it [k].
 
         0 <= target < total.
         """

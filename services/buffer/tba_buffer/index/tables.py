@@ -226,7 +226,7 @@ class VersionNumbers:
 
 
 class PromptRows:
-    """The rows of each prompt: the start, length and size [P] of its block in the arena.
+    """The rows of each prompt, in one block of the arena per prompt. Blocks have a start, a length and a size [P].
 
     Args:
         is_live: returns which of rows [n] are live, [n] bool.

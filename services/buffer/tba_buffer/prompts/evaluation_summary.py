@@ -80,7 +80,7 @@ class StoredEval(BaseModel):
 
 
 def with_raised(results: Results, tasks: Mapping[int, str]) -> Results:
-    """Count answers whose scorer raised an error as wrong, in tasks with a known score (`tasks`: prompt -> task)."""
+    """Return the results; in tasks with a known score `num_raised` counts as wrong. `tasks`: task by prompt number."""
     scored = (unit for unit, result in results.items() if any(reward is not None for reward in result.rewards))
     working = {tasks.get(unit.number) for unit in scored}
     return {

@@ -41,7 +41,7 @@ MAX_EXPORTS = 4
 """Most exports at once: each holds a row group in memory, and decodes in a thread."""
 BUSY_RETRY_S = 5.0
 READ_S = 60.0
-"""A client that reads nothing for this long is disconnected: it occupies one of MAX_EXPORTS, and its row group."""
+"""A client that reads nothing for this long is disconnected, since it holds one of MAX_EXPORTS and a row group."""
 CHUNK_BYTES = 1 << 18
 """Most bytes handed to a connection at once; they stay in memory until the client reads them."""
 log = get_logger("exports")

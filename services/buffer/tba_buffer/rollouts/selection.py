@@ -63,7 +63,7 @@ class RolloutFilter(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The filters that the index answers, and the order. None: no filter. `best` and `worst` exclude unscored ones."""
+    """The filters that the index answers, and the order. None: no filter. `best`, `worst`: only scored rollouts."""
 
     order: RolloutOrder = "newest"
     prompt: int | None = None

@@ -138,7 +138,7 @@ class Components:
             await self.trainer_waits.count(beat)
 
     def _remember(self, known: dict[str, _Known], beat: Heartbeat) -> str | None:
-        """Remember a component; return the id of the one that is forgotten for it, if any."""
+        """Remember the component of a heartbeat. Return the id of the component that it replaces, if any."""
         now_s = self._context.clock()
         most = MAX_SEARCHERS_SHOWN if beat.kind == "searcher" else MAX_OTHERS
         before, gone = known.get(beat.component_id), None
@@ -161,7 +161,7 @@ class Components:
 
     @contextmanager
     def waiting(self, owner: str, name: str, deadline_s: float, *, kind: str = "buffer") -> Iterator[HeldWait]:
-        """Show a wait in GET /v1/run while the context is open.
+        """Show a wait in GET /v1/run during the caller's `with` block.
 
         Args:
             owner: the id of the component that waits.

@@ -204,7 +204,7 @@ class BatchDrawer:
     def _slots(
         self, request: BatchRequest, snapshot: RunSnapshot, deadline_s: float
     ) -> tuple[BatchRecord, NDArray[np.integer], Drawn]:
-        """Draw the slots of a batch. Return its record, the log positions of its rollouts [num_rollouts], its event.
+        """Draw a batch. Return its record, the log positions of its rollouts [num_rollouts], and its event for the log.
 
         Raises:
             ValueError: no prompt can fill a slot.

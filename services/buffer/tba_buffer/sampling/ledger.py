@@ -39,7 +39,7 @@ ID_BYTES = 16
 
 
 class GroupRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One slot: its prompt, what it drew from, and the rollout ids (16 bytes each) one after the other."""
+    """One slot: its prompt, the pool that it drew from, and its rollout ids (16 bytes each), concatenated."""
 
     prompt_id: str
     source: Source

@@ -242,7 +242,7 @@ def _log_probabilities(
 def _draw_from_big(
     index: Index, settings: SamplingSection, prompt: int, recent: bool, num_slots: int, rng: np.random.Generator
 ) -> Rows:
-    """Draw K rows for each of `num_slots` slots with the same prompt by its tree. [S, K]"""
+    """Draw K rows for each of `num_slots` slots of one prompt, with the prompt's tree. [S, K]"""
     tree = index.trees.of_prompt(prompt, settings.reward_inverse_temperature)
     block, size = index.rows_by_prompt.rows(prompt), settings.group_size
     # recent rollouts are the last ones, and drawn uniformly

@@ -43,7 +43,7 @@ class _Choice:
 
 
 class TurnChoice(_Choice):
-    """Chooses prompts of a pool in turn: uniformly among those with the fewest turns that are new to the batch.
+    """Chooses the prompts of a pool in turn: uniformly among the unused prompts with the fewest turns.
 
     The sequence has the prompts with fewer turns first. Prompts with equally many turns are in random order: a
     permutation if they are few, independent draws if they are many. Either way the next unused prompt is uniform among
@@ -156,8 +156,8 @@ class WeightedChoice(_Choice):
         return [0] * len(self._taken)
 
     def _keeps(self, prompts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which drawn prompts to keep: a big one is drawn by an upper bound of its weight, and kept with
-        probability weight / bound."""
+        """Return which drawn prompts [k] to keep. A big prompt was drawn by an upper bound of its weight, so it is kept
+        with probability weight / bound."""
         num = np.where(self._counts[prompts] > self._trees.big_prompt, self._counts[prompts], 0)
         fate = self._rng.random(len(prompts))
         kept = fate >= num * MAX_EXCESS

@@ -117,12 +117,12 @@ class RescoreJobs:
         return await self.info()
 
     async def scores_pending(self) -> bool:
-        """Return whether the running job scores pending rollouts only; the scoring worker then leaves them to it."""
+        """Return whether the running job scores pending rollouts only; the scoring worker then scores none."""
         job = await self._read()
         return job is not None and job.state == "running" and job.only == "pending"
 
     async def advance(self) -> bool:
-        """Score and store the next chunk of the running job. Return False if there is none, or it waits for a scorer.
+        """Score and store the next chunk of the running job. Return False if no job runs, or it waits for a scorer.
 
         Raises:
             RewardUnavailableError: the reward service could not be asked; nothing has changed.

@@ -73,7 +73,7 @@ class RetryQueue:
         return len(self._waiting) - len(self._silent)
 
     def record_away(self, position: int, reason: str) -> bool:
-        """Record that the scorer of a rollout was away. Return whether to give up.
+        """Record that the scorer of a rollout was away. Return whether to give the rollout up.
 
         After the last try the rollout has no pause, but its tries stay counted until `remove`. It may be requested once
         more, together with other rollouts of its request that wait.
@@ -89,7 +89,7 @@ class RetryQueue:
         return gave_up
 
     def record_silence(self, position: int, *, is_unproven: bool) -> bool:
-        """Record that the service, which is up, did not answer for this rollout alone. Return whether to give up.
+        """Record that the service, which is up, did not answer for this rollout alone. Return whether to give it up.
 
         Args:
             is_unproven: nothing was ever scored, so only GET /v1/rewards shows that the service is up.

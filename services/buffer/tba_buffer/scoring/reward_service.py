@@ -43,7 +43,7 @@ log = get_logger("reward-connection")
 class RewardUnavailableError(Exception):
     """The reward service gave no usable answer; wait `pause_s` seconds before the next attempt.
 
-    `may_be_request`: there was no answer, a 5xx or a bad reply, and the request itself may be the cause.
+    `may_be_request`: whether the request may be the cause, since there was no answer, a 5xx or a bad reply.
     """
 
     def __init__(self, message: str, pause_s: float, *, may_be_request: bool = False) -> None:

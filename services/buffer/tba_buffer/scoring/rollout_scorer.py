@@ -87,7 +87,7 @@ class RolloutScorer:
         self._evictor = evictor
         self.forget_positions()
         self._proven: ScoreItem | None = None
-        """The last item that was scored: it proves whether the service is up when another one gets no answer."""
+        """The last item that got a score. It is sent again, when another item gets no answer, to test the service."""
 
     def forget_positions(self) -> None:
         """Empty the retry queue: Redis has lost data, so its log positions may belong to other rollouts now."""

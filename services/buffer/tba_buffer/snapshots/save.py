@@ -271,7 +271,7 @@ class SnapshotSave:
 
 
 def _read_sizes(num_bytes: NDArray[np.uint32]) -> Iterator[slice]:
-    """Yield slices of rows to read at once: at most READ_ROLLOUTS and, unless one alone is larger, READ_BYTES."""
+    """Yield slices of rows to read at once: at most READ_ROLLOUTS rows, and READ_BYTES bytes or a single row."""
     at = 0
     while at < len(num_bytes):
         total = np.cumsum(num_bytes[at : at + READ_ROLLOUTS], dtype=np.int64)

@@ -76,7 +76,7 @@ class SnapshotWriter:
         self.num_bytes = 0
 
     async def add(self, position: int, payload: bytes) -> None:
-        """Add one rollout, and store full objects; a later payload of the same log position replaces it."""
+        """Add one rollout; if it does not fit, store the object first. A later payload of `position` replaces it."""
         # a payload is never split: one that is larger than an object has an object of its own
         if self._parts and self._num_part_bytes + len(payload) > OBJECT_BYTES:
             await self.flush()

@@ -85,7 +85,7 @@ class Losses:
         self._process = secrets.token_hex(8)
         """Random name of this start of the buffer, a part of `claim`."""
         self.acknowledged = self._at_start = 0
-        """The highest number that Redis has told this process so far; `_at_start`: the one when it took the run."""
+        """The highest number that Redis has told this process so far; `_at_start`: that number when it took the run."""
         self.num_lost = 0
         """Acknowledged changes that Redis does not have now."""
         self.problem: str | None = None
@@ -136,7 +136,7 @@ class Losses:
                 await self._redis.hset(self._keys.run, "changes_missing", num_lost)
 
     async def check_claim(self, text: str) -> bool:
-        """Compare a trainer's claim with the counter at this process's start; if it shows a loss, note it, return True.
+        """Compare a trainer's claim with the counter at this process's start. On a loss, note it in Redis, return True.
 
         Raises:
             UnavailableError: Redis did not answer, or answered with an error.

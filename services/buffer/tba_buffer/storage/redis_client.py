@@ -46,7 +46,7 @@ RETRY_PAUSE_S = 0.05
 CLOSE_TIMEOUT_S = 5.0
 MAX_COUNT = 2**53
 MAX_CONNECTIONS = 64
-"""Further commands wait for one of these connections. More would not help: Redis runs one command at a time."""
+"""Most connections of the pool; further commands wait. More would not help: Redis runs one command at a time."""
 WRITE_REFUSALS = {
     "OOM": "Redis is full (OOM: maxmemory is reached); raise maxmemory, or lower buffer.max_bytes and start again",
     "READONLY": "Redis is a read-only replica (READONLY); point buffer.redis_url at the primary",

@@ -234,7 +234,7 @@ class Searcher:
                 await asyncio.sleep(1.0)
 
     async def _first_version(self) -> PolicyVersion | None:
-        """Wait until the run has a version that is not refused (nor its reference); None if the run is over."""
+        """Return the newest version once neither it nor its reference is refused; None if the run is over first."""
         while True:
             reply = await self._ask_state()
             if reply.run_state in RUN_OVER:

@@ -140,8 +140,8 @@ class Engine(Protocol):
         submit -> waiting -> (a slot is free) active -> `step` returns the Completion
                   `abort` forgets a request in either state, and it never completes
 
-    A *slot* holds one active request, and an engine has `num_slots` of them. `step` first fills free slots, and then
-    decodes one token (or a few) for every active request.
+    An engine's *slot* (not the slot of a group in a batch) holds one active request; an engine has `num_slots` of them.
+    `step` first fills free slots, and then decodes one token (or a few) for every active request.
 
     A response ends with the sampled end-of-sequence token, with the token that completes a stop string, or after
     `max_response_tokens`. End of sequence and stop strings can come only after `min_response_tokens` tokens.

@@ -46,7 +46,7 @@ LENGTH_SIGMA = 0.8
 TOKENS_PER_STEP = 16
 """Tokens that one step decodes per active request. New requests and weights wait until the step ends."""
 NUM_PLAIN_IDS = 1000
-"""Responses use only the lowest token ids that do not end a sequence: this many of them."""
+"""Number of token ids that responses use: the lowest ones that do not end a sequence."""
 
 
 @dataclass(slots=True)

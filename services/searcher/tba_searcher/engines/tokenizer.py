@@ -23,7 +23,7 @@ from tba.model_folders import trust_hint
 from tba_searcher.engines.engine import Completion
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
-"""Token ids of several responses -> their texts."""
+"""Maps the token ids of several responses to their texts."""
 _UNFINISHED = "\ufffd"
 """The replacement character: decoders write it for bytes that do not form a whole character yet."""
 

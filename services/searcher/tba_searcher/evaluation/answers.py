@@ -59,7 +59,7 @@ class Answers:
     prompt_tokens: list[tuple[int, ...]]
     answers: list[Answer] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
-    """Prompt -> why the engine cannot complete it."""
+    """Why the engine cannot complete a prompt, by number of the prompt."""
     seconds: float = 0.0
     """Seconds that generation took."""
 

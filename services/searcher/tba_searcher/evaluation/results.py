@@ -24,12 +24,12 @@ class EvaluationMetrics:
     def __init__(self, recipe: Recipe, answers: Answers) -> None:
         self._recipe, self._answers, self._section = recipe, answers, recipe.eval.published
         self._prompts: dict[str, list[int]] = {}
-        """Task -> the prompts that are scored under it, in the order of the recipe or of the prompts."""
+        """Indices of the prompts that are scored under each task, tasks in the order of the recipe or the prompts."""
         for index in range(len(answers.prompts)):
             for task in answers.tasks_of(index, self._section):
                 self._prompts.setdefault(task, []).append(index)
         self.by_name: dict[str, Estimate] = {}
-        """Metric name, such as greedy.gsm8k.success_rate, -> its estimate."""
+        """Estimates by metric name, such as greedy.gsm8k.success_rate."""
         for mode in modes_of(self._section):
             self.by_name |= {f"{mode}.{name}": value for name, value in self._metrics(mode)}
 

@@ -14,7 +14,7 @@ from tba_searcher.evaluation.answers import Answer, Answers, OnProgress, Score
 from tba_searcher.waits import RETRY_S, WaitRegistry, retry_until
 
 REQUEST_ITEMS = 16
-"""Few, so that slow reward models answer a request within its deadline."""
+"""Answers per request: few, so that slow reward models answer within the deadline."""
 REQUESTS_AT_ONCE = 4
 
 

@@ -233,7 +233,7 @@ class Delivery:
             self._unscored.pop(visit.lease.lease_id, None)
 
     async def _scores_in_time(self, items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:
-        """Return one result per item as `_request_scores` does; None, and no scores, if that takes over `slow_s`."""
+        """Return one result per item as `_request_scores` does. After `slow_s` cancel the request and return None."""
         begin_s, request = time.monotonic(), asyncio.ensure_future(self._request_all_scores(items))
         try:
             if not (await asyncio.wait({request}, timeout=slow_s))[0]:

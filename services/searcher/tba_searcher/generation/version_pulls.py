@@ -46,7 +46,7 @@ class WeightLoader:
 
     Args:
         counts: the searcher's counters; the loader counts refusals, downloads and downloaded bytes there.
-        refusals: those of an earlier loader, which still hold.
+        refusals: refusals of an earlier loader, which still hold.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class WeightLoader:
     def download(self, version: PolicyVersion) -> LocalVersion:
         """Download the tensors of a version, as deltas to a kept version where that is cheaper.
 
-        A version that was refused is not built from kept versions, because a damaged one may be the cause. The starting
-        model is the exception: each tensor built from it is verified, and if one is wrong it is downloaded again, too.
+        A refused version is not built from kept versions, because a damaged one may be the cause. Only the starting
+        model is still used: each tensor built from it is verified. If one is wrong, it downloads that model again.
         """
         with self._lock:
             self._num_downloads += 1  # from here on the files of `kept` stay

@@ -97,7 +97,7 @@ class WorkQueue:
         return self._open.get(request_id.rpartition("/")[0])
 
     def take_requests(self, max_requests: int, *, pinned: PolicyVersion | None) -> list[Request]:
-        """Remove and return the next requests: of evaluations of version `pinned`, or of training visits if None."""
+        """Remove and return the next requests of evaluations that pin version `pinned`; None: of training visits."""
         queue, requests = self._queues[pinned is not None], []
         for visit in list(queue):
             if pinned is not None and visit.pinned != pinned:

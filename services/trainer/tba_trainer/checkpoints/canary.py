@@ -98,7 +98,7 @@ class CanaryMaker:
 
 
 def tolerance(gap: float, *, least: float, most: float) -> float:
-    """Return the tolerance of a canary, in nats: `GAP_FACTOR` times the gap within `least` and `most`; NaN: `least`."""
+    """Return a canary's tolerance in nats: `GAP_FACTOR` times the gap, within `least` and `most` (`least` for NaN)."""
     return max(least, min(GAP_FACTOR * gap, most))
 
 

@@ -82,7 +82,7 @@ class CheckpointStore:
         self._num_sharers = num_sharers
         self._run, self._prefix = run, checkpoint_prefix(run)
         self._committed: tuple[PolicyVersion, dict[str, int]] | None = None
-        """Version of the last checkpoint that this process committed, and digest -> lineage of its objects."""
+        """Version of the last checkpoint that this process committed, and the lineage of its objects by digest."""
 
     def key(self, version: PolicyVersion) -> str:
         """Return the key that the checkpoint of a version has or would have in the store."""
@@ -94,7 +94,7 @@ class CheckpointStore:
         Args:
             version: version of the weights.
             rows: what this process writes (`Learner.capture`).
-            known: digest -> lineage of the objects that need not be written again (`reusable_objects`).
+            known: lineage by digest of the objects that need not be written again (`reusable_objects`).
             in_background: copy all rows to memory now if they fit; otherwise `Part.upload` copies them from the model.
 
         Raises:
@@ -114,7 +114,7 @@ class CheckpointStore:
         )
 
     def reusable_objects(self, version: PolicyVersion) -> dict[str, int]:
-        """Return digest -> lineage of a checkpoint's stored objects. It must exist until the next one is registered."""
+        """Return lineages by digest of a checkpoint's stored objects. Keep that checkpoint while others reuse them."""
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]
         else:
@@ -165,7 +165,7 @@ class CheckpointStore:
             ) from None
 
     def fetch(self, key: str, manifest: bytes) -> Checkpoint:
-        """Do as `load` does, with a manifest that is already here."""
+        """Load a checkpoint as `load` does, with a manifest that the caller has read."""
         document = decode_checkpoint_manifest(manifest, what=f"{key}/{MANIFEST}")
         folder = Path(tempfile.mkdtemp(prefix="resume-", dir=self.folder))
         try:

@@ -89,7 +89,7 @@ class Part:
         folder: folder of the files, deleted after the upload.
         key: key of the checkpoint.
         lineage: lineage of this trainer.
-        known: digest -> lineage of objects of the checkpoint before, which are not written again.
+        known: lineage by digest of objects of older checkpoints, which are not written again.
         is_staged: all rows were copied to memory.
     """
 

@@ -291,7 +291,7 @@ def write_tensor_files(
 
 
 def lockstep(items: Iterable[Item]) -> Generator[Item]:
-    """Yield the items. If the consumer closes the generator early, still draw all remaining items before it ends."""
+    """Yield the items. If the consumer stops early, still draw the rest, because each item may be a collective."""
     # each item of a sharded model is a collective: processes that stop at different items would wait for each other
     iterator = iter(items)
     try:

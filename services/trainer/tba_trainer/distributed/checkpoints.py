@@ -36,7 +36,7 @@ from tba_trainer.model.slices import Layout, Rows
 
 _POLL_S = 0.2
 NamedWait = Callable[[str, float], AbstractContextManager[object]]
-"""Called with a name and a deadline in seconds; its context reports the block as a wait of that name."""
+"""Called with a name and a deadline in seconds; while its context is open, heartbeats report a wait of that name."""
 _KINDS = (ObjectNotFoundError, DigestError, MalformedError)
 """Errors of a damaged checkpoint; any other means that the store or a disk cannot be used."""
 log = get_logger("checkpoint")
@@ -48,7 +48,7 @@ class TeamCheckpoints(CheckpointStore):
     Args:
         team: the processes.
         store, run, folder, max_bytes, layout: as in `CheckpointStore`.
-        retry_s: seconds that followers have to fetch their parts after this process has; more if it took longer itself.
+        retry_s: seconds to wait for followers once this process has fetched its part; more if its own fetch was slower.
         named_wait: reports a wait (`Status.named_wait`).
     """
 
@@ -150,7 +150,7 @@ class TeamCheckpoints(CheckpointStore):
                 pass
 
     def commit_parts(self, state: TrainerState, own: list[CheckpointObject], replies: Replies) -> str:
-        """Check that the store has the followers' objects, commit the checkpoint, and return its key.
+        """Commit `own` and the objects in `replies`, if the store has them, as a checkpoint; return its key.
 
         Raises:
             StoreUnavailableError: the store cannot be used, or a follower uses another one.

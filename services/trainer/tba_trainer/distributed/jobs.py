@@ -24,7 +24,7 @@ log = get_logger("jobs")
 
 
 class Job:
-    """Work of a follower beside its commands. `reply` is its result, None while it is busy."""
+    """Work that a follower does in a thread beside its commands. `reply` is the result; None while the work goes on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Job:
 
 
 def give_reply(team: Team, jobs: dict[str, Job], name: str) -> None:
-    """Send the leader the result of a job, once, or nothing while it is busy (a collective; followers only)."""
+    """Answer `Replies.collect` (a collective; followers only): send a job's result once, nothing while it is busy."""
     found = jobs.get(name)
     reply = None if found is None else found.reply
     if reply is not None:
@@ -70,7 +70,7 @@ class Replies:
         return [rank for rank in range(1, self._team.num_ranks) if rank not in self.of_rank]
 
     def collect(self, command: str, **job: str) -> bool:
-        """Send a command that makes every follower call `give_reply`; return whether all jobs have ended."""
+        """Send `command`, at which followers call `give_reply`; keep their replies. Return whether all jobs ended."""
         if self.missing:
             with self._team.lead(command, **job):
                 answers = self._team.gather(b"")

@@ -144,10 +144,10 @@ class Team:
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
-        """Send the followers a command; the block does the same in this process. In a team of one, only run the block.
+        """Send the followers a command; the caller's `with` block does the same work in this process.
 
-        A TbaError or OSError in the block is the leader's own: the followers have done their part. After any other
-        error the state of the followers is unknown, and the team is broken.
+        A team of one sends nothing. A TbaError or OSError in the block is the leader's own: the followers have done
+        their part. After any other error the state of the followers is unknown, and the team is broken.
 
         Raises:
             TeamError: a follower is gone or does not answer.

@@ -86,7 +86,7 @@ class FollowersShares(SharesOfTeam):
         return ", ".join(f"process {rank}" for rank in (self._replies.missing if self._replies else ()))
 
     def close(self) -> None:
-        """See `SharesOfTeam`. If followers are gone, their files are too."""
+        """See `SharesOfTeam`. If a follower is gone, log it and raise nothing."""
         try:
             with self._team.lead("drop_share", share=self.name):
                 pass
@@ -138,7 +138,7 @@ class KeptShares:
         self._thread.join(self._deadline_s)
 
     def make_room(self) -> None:
-        """Write all kept shares to files, so that the memory is free for the next one; log a full disk."""
+        """Write all kept shares to files, to free memory. If the disk is full, log it; that share stays in memory."""
         with self._changed:
             kept = list(self._kept.values())
         for each in kept:
@@ -148,7 +148,7 @@ class KeptShares:
                 log.warning("share_not_written", version=str(each.snapshot.version), error=str(error))
 
     def keep(self, name: str, snapshot: WeightSnapshot | None) -> None:
-        """Keep a share until the leader drops it, or close it if the leader already has; None: there is no share."""
+        """Keep a share until the leader drops it. Close it now if the leader has dropped it already. Ignore None."""
         if snapshot is None:
             return
         with self._changed:

@@ -22,9 +22,9 @@ MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
 Measured with the right weights: up to 0.004 (float32, TF32), 0.006 (float16) and 0.12 (bfloat16, in a mixture of
 experts; docs/trainer.md); with wrong attention or heads: 4 and more."""
 MAX_GAP_EIGHT_BITS = 1.0
-"""The same with weights, keys or values in 8 bits. Measured: 0.64 in a random model, 0.03 in trained ones (gpu.md)."""
+"""Largest mean gap with weights, keys or values in 8 bits. Measured: 0.64 in a random model, 0.03 in trained ones."""
 FLIP = 8.0
-"""Largest difference of a single token, in nats: rounding can route it to other experts (6.8 was measured)."""
+"""Largest gap of one token, in nats: rounding can send the token to other experts (6.8 was measured)."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 """First and last policy age of each bucket, in optimizer steps; None: no end."""
 

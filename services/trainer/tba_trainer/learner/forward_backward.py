@@ -171,7 +171,7 @@ class ForwardBackward:
         """(log rho)^2 of every token of the batch, where the objective needs all of them."""
 
     def _ask(self, logprobs: Logprobs | None) -> list[Values] | None:
-        """Return the log-probs of all rollouts under another policy, as zeros for rollouts that nothing reads."""
+        """Return the result of `logprobs` for all rollouts, with zeros for those whose log-probs nothing reads."""
         rows = self._is_read.nonzero()[:, 0].tolist()
         values = None if logprobs is None else logprobs([self._rollouts[row] for row in rows])
         if values is None:
@@ -403,7 +403,7 @@ def plan_micro_batches(
 
 
 def _pack(items: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Plan:
-    """Put items into micro-batches, the largest item first, each into the emptiest one. Rounds are of similar ones."""
+    """Put items into micro-batches, the largest item first, each into the emptiest one. A round has similar sizes."""
 
     def load(rows: list[int]) -> int:
         return sum(lengths[row] for row in rows)

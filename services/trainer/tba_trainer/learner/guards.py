@@ -38,7 +38,7 @@ class GuardState(BaseModel):
     """Gradient norms before clipping of the last batches, oldest first, each capped at `factor` times the median.
     Relative clipping uses their median."""
     signal_grad_norms: tuple[float, ...] = ()
-    """The same of the last batches whose rewards differ within a group. `grad_spike` uses their median."""
+    """Norms, capped alike, of the last batches whose rewards differ within a group. `grad_spike` uses their median."""
     streaks: dict[Name, int] = Field(default_factory=dict)
     """Consecutive steps in which an alarm's condition held; steps in which it is unknown change nothing."""
     num_since_good: int = 0
@@ -96,7 +96,7 @@ class Rollback:
     """The checkpoint before the last one; None: there was none, only the start of the run."""
     last_good_step: int
     token: str
-    """Fencing token of that lineage."""
+    """Fencing token of the lineage that ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:
 def _norms(
     section: GuardsSection, state: GuardState, metrics: Metrics, *, applied: bool
 ) -> dict[str, tuple[float, ...]]:
-    """Return both windows of norms after a step."""
+    """Return `grad_norms` and `signal_grad_norms` of the state after a step, by name."""
     windows = {"grad_norms": state.grad_norms, "signal_grad_norms": state.signal_grad_norms}
     norm = _finite(metrics.get("grad_norm"))
     for name, norms in windows.items():

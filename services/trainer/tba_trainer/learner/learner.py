@@ -174,7 +174,7 @@ class Learner:
             self._old_policy.remember(version, same_as=same_as)
 
     def load_weights(self, tensors: Mapping[str, Tensor], *, what: str) -> None:
-        """Load whole tensors, named as published, into theta. Optimizer and reference stay as they are.
+        """Load whole tensors, named as published, into theta. Optimizer and reference stay; `what` is for messages.
 
         Raises:
             ConfigError: theta is an adapter, which cannot hold merged weights.

@@ -304,7 +304,7 @@ class FrozenCopyWeights:
         return dict(self._model.named_parameters())
 
     def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
-        """Load tensors into the copy."""
+        """Load tensors into the copy; `what` names their source in messages."""
         load_tensors(dict(self._model.named_parameters()), tensors, what=what)
 
 
@@ -344,7 +344,7 @@ class AdapterWeights:
         return self._tensors or {}
 
     def load(self, tensors: Mapping[str, Tensor] | Mapping[str, TensorSlice], *, what: str) -> None:
-        """Load an adapter of a reference that is not the starting model."""
+        """Load the adapter of a reference that is not the starting model; `what` names its source in messages."""
         copies = copied(self._theta)
         load_tensors(copies, tensors, what=what)
         self._tensors = copies

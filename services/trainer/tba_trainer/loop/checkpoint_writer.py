@@ -40,7 +40,7 @@ class CheckpointWriter:
         self.saved = context.session.parent
         """The version whose state a resume would start from."""
         self.previous = context.session.previous
-        """The checkpoint before that one; None: there is none."""
+        """The checkpoint before `saved`; None: there is none."""
         self._upload: Upload | None = None
 
     @property
@@ -238,7 +238,7 @@ class CheckpointWriter:
 
     @property
     def _saved_checkpoint(self) -> PolicyVersion | None:
-        """`saved` if it is a checkpoint of this run; None while it is the state that the run began with."""
+        """`saved` if this run has a checkpoint of it; None if `saved` is only the state that the run began with."""
         session = self._session
         # a fork starts from a checkpoint of another run, which this run's store folder does not hold
         is_start = self.saved == session.parent and (session.has_no_checkpoint or self.saved == START)

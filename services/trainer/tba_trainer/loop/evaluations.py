@@ -38,7 +38,7 @@ class Evaluations:
     def num_prompts_due(self, step: int, *, every_steps: int) -> int | None:
         """Return the number of held-out prompts for the version published at `step`; None: no evaluation is due.
 
-        An evaluation is due if a multiple of `every_steps` lies after the step of the last call, up to this one's.
+        An evaluation is due if a multiple of `every_steps` is above the last call's `step` and at most this `step`.
 
         Args:
             step: a multiple of the sync interval, larger than in the last call.

@@ -124,7 +124,7 @@ def upload_export(recipe: Recipe, info: RunInfo, store: ObjectStore, *, last: Po
 
 
 def _retry_until_stored(context: LineageContext, what: str, action: Callable[[], object]) -> None:
-    """Repeat an action while the store is away, RETRY_S at most (WaitTimeoutError), or until SIGTERM."""
+    """Repeat an action while the store is away, until SIGTERM. After RETRY_S raise WaitTimeoutError, naming `what`."""
     wait_s = limits.RETRY_S
     deadline = time.monotonic() + wait_s
     with context.status.named_wait("object-store", wait_s):

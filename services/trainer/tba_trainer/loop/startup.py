@@ -35,7 +35,7 @@ from tba_trainer.loop.trainer_context import TrainerContext
 
 _POLL_S = 0.5
 _MOST_CHOICES = 5
-"""How often a start chooses its parent: again each time an operator has withdrawn a rollback meanwhile."""
+"""Most times that a start chooses its parent. It chooses again when an operator has withdrawn a rollback meanwhile."""
 log = get_logger("startup")
 
 
@@ -46,7 +46,7 @@ class _Parent:
     version: PolicyVersion
     checkpoint_key: str | None = None
     checkpoint: Checkpoint | None = None
-    """Its downloaded files; the caller closes it."""
+    """The downloaded checkpoint, which the caller closes; None: the parent is read from no checkpoint file."""
     fails: str | None = None
     """Why the run must fail instead of starting; None: it starts."""
 

@@ -143,7 +143,7 @@ class Status:
 
     @contextmanager
     def named_wait(self, name: str, deadline_s: float) -> Iterator[None]:
-        """Report the block in heartbeats as a wait with this name and deadline."""
+        """Report a wait with this name and deadline in heartbeats while the context is open."""
         self.begin_wait(name, deadline_s)
         try:  # a wait that ends in an error has been waited all the same
             yield
@@ -152,7 +152,7 @@ class Status:
                 self._end_wait()
 
     def begin_wait(self, name: str, deadline_s: float) -> None:
-        """Begin a wait, or continue to wait under another name."""
+        """Begin a wait; a wait in progress ends, and its time counts under its own name."""
         with self._lock:
             self._end_wait()  # each name has its own account: the metric says what the trainer waited for
             self._wait = (name, self._now(), self._now() + deadline_s)

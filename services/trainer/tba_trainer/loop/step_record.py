@@ -84,7 +84,7 @@ class StepRecord:
 
 
 def trained_rollouts(results: Sequence[ForwardResult], *, max_bytes: int) -> TrainedRollouts | None:
-    """Return each rollout's advantage and weight in a step; None: no rollouts, or more than `max_bytes` of JSON."""
+    """Return advantages and weights of rollouts; None: no rollouts, over `MAX_TRAINED`, or over `max_bytes` of JSON."""
     # the step must not fail because of what is only for people
     if not results or len(results) > min(MAX_TRAINED, max_bytes // BYTES_PER_TRAINED):
         return None

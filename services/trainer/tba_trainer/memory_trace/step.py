@@ -74,7 +74,7 @@ class StepBytes:
 
 
 def trace_recipe(recipe: Recipe, config: Mapping[str, Any]) -> StepBytes:
-    """Return the bytes of a step.
+    """Return the bytes that a trainer process holds in one step of the recipe.
 
     Args:
         config: `config.json` of the model, in Hugging Face format.
@@ -101,14 +101,17 @@ def max_micro_batch_tokens(recipe: Recipe) -> int:
 
 
 def layers_to_trace(recipe: Recipe, config: Mapping[str, Any]) -> dict[int, int]:
-    """Return number of layers -> factor of each traced model: the whole model has the sum of factor times bytes."""
+    """Return the numbers of decoder layers of the models to trace, each with a factor.
+
+    The bytes of the whole model are the sum over the traced models of factor times bytes.
+    """
     whole = int(config[layers_key(config)])
     num, more = LAYERS if recipe.trainer.num_processes == 1 else LAYERS_SHARDED
     return {whole: 1} if whole <= more else {num: 1 + num - whole, more: whole - num}
 
 
 def layers_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a model's config that has the number of decoder layers."""
+    """Return the key under which a model's config has its number of decoder layers."""
     return "n_layer" if "n_layer" in config else "num_hidden_layers"
 
 
@@ -181,7 +184,7 @@ def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int
 
 @contextmanager
 def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
-    """Join, as rank 0, a process group that sends nothing."""
+    """Join a fake process group as rank 0; yield its ranks and context group. One process joins none."""
     num_processes = recipe.trainer.num_processes
     if num_processes == 1:
         yield ALONE, None

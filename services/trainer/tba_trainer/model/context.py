@@ -210,7 +210,7 @@ queries, and of keys that the last one sees; [n] the index in `PackedSequences.p
 
 
 def _deal(lengths: NDArray[np.int64], positions: NDArray[np.int64], num_ranks: int) -> list[_Dealt]:
-    """Return each process's part: two of the 2 C pieces of every sequence; positions of an earlier one are left out."""
+    """Return each process's part: two of the 2 C pieces of every sequence, without places of earlier sequences."""
     starts = lengths.cumsum() - lengths  # [B]
     # a sequence adds its places to the end of the row, so the highest place so far says how many it adds
     num_new = np.diff(np.maximum.accumulate(np.maximum.reduceat(positions, starts)), prepend=-1)  # [B]

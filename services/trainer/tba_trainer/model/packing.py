@@ -144,7 +144,7 @@ def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Fl
 
 
 def places_within(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return 0, 1, ... within each of several sequences of these lengths."""
+    """Return the positions 0, 1, ... of every sequence, one sequence after another."""
     return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
 
 

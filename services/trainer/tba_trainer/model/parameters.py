@@ -162,7 +162,7 @@ def adapter_tensors(model: Any, merged: Mapping[str, Tensor]) -> Iterator[tuple[
 
 
 def _on_grid(matrix: Tensor, num_bits: int) -> Tensor:
-    """Round a matrix as `tba.weights.adapter` does, so that products have the same bits here as there."""
+    """Round A or B to `num_bits` as `tba.weights.adapter` does, so that both modules compute the same bits of B A."""
     unit = 2.0 ** (int(torch.frexp(matrix.abs().max())[1]) - num_bits)
     return torch.round(matrix / unit) * unit
 

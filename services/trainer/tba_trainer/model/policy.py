@@ -24,7 +24,7 @@ from tba_trainer.model.slices import TensorSlice
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRAIN_MODE_MAX_GAP = 1e-3
-"""Largest gap of logits between train and eval mode, as a share of the largest: above rounding's, below dropout's."""
+"""Largest gap of logits between train and eval mode, as a share of the largest logit: above rounding, below dropout."""
 SIDE_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Config and tokenizer files that are published with the weights."""
 

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class _Root(nn.Module):
-    """The root unit of a sharded model. Its forward pass runs any function of the model."""
+    """The root unit of a sharded model. FSDP gathers its weights while `forward` calls the given function."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def device_of(model: nn.Module) -> torch.device:
 def run_as_forward(
     model: nn.Module, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
 ) -> Result:
-    """Run a function as a pass of the model: a sharded one gathers the root's weights meanwhile (a collective)."""
+    """Return a function's result; while it runs, a sharded model's root weights are gathered (then a collective)."""
     root = _root_of(model)
     if root is None:
         return function(*args, **kwargs)

@@ -19,7 +19,7 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, record: Record) -> None:
-        """Begin a new event file, which hides older points of steps that are made again."""
+        """Begin a new event file. It hides older points after `record.step`, because those steps are trained again."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.close()

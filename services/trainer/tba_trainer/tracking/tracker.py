@@ -31,7 +31,7 @@ class Tracker(Protocol):
     name: str
 
     def start(self, record: Record) -> None:
-        """Begin a lineage. Steps of other lineages after the record's step are void: they are made again."""
+        """Begin a lineage. Older records of steps after `record.step` are void: those steps are trained again."""
         ...
 
     def log(self, record: Record) -> None:

@@ -126,7 +126,7 @@ class TrackerThread:
         self._closed.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread; leave a tracker that takes longer behind."""
+        """Wait for the end of the thread, at most `timeout_s`; then log a warning and leave it running."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("tracker_did_not_end", tracker=self._tracker.name, num_pending=self._queue.qsize())

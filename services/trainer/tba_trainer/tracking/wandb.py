@@ -22,7 +22,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, record: Record) -> None:
-        """Finish the last lineage's run; the first record of this one begins another."""
+        """Finish the W&B run of the last lineage. The next `log` begins a W&B run for the new lineage."""
         self.close()
         self._start = record
 

@@ -59,7 +59,7 @@ POLL_S = 0.02
 ABORT_EVERY_S = 0.05
 """Pause between two aborts of the same call: the call may reach the server after its first abort."""
 RESEND_AFTER_S = 1.0
-"""Pause before a call that was cut off is sent again. A second failure without an answer between ends the engine."""
+"""Pause before a call that was cut off is sent again. If the second try fails too, the engine ends."""
 CHECK_EVERY_S = 10.0
 """Time between two reads of the label while no answer comes, to notice a hanging server before its calls time out."""
 

@@ -110,7 +110,7 @@ def connect(section: OpenAiSection, *, num_tokens: int, retry_s: float, ca_file:
     """Connect to the server that the settings name, check that it can be an engine, and return the client.
 
     Args:
-        num_tokens: of the longest prompt and response together.
+        num_tokens: tokens of the longest prompt and response together.
 
     Raises:
         ConfigError: the server cannot be an engine (the message says what to do), or its token is not set.
@@ -142,7 +142,7 @@ class VllmServer(ServiceClient):
         return twin
 
     def check(self, num_tokens: int) -> None:
-        """Check vLLM, context length, weight routes, one model copy and exact log-probs (errors: see `connect`)."""
+        """Check server kind, context length, weight routes, one model copy, exact log-probs (errors: see `connect`)."""
         model = self._read(_Models, "GET", "/v1/models").data[0]
         if model.owned_by != "vllm":
             raise ConfigError(
@@ -201,7 +201,7 @@ class VllmServer(ServiceClient):
         Args:
             sent_id: names this call for `abort`.
             before: the response tokens so far.
-            label: of the weights; the server reuses only keys and values that it cached under this label.
+            label: label of the weights; the server reuses only keys and values that it cached under it.
         """
         sampling = request.sampling
         return self._complete(

@@ -54,10 +54,10 @@ class WeightFolders:
         self._num_made = 0
 
     def get(self, tensors_paths: Sequence[Path], *, to_load: bool = False) -> WeightFolder:
-        """Return a folder with these files, by links or copies; make it if there is none, and delete old ones.
+        """Return a folder with links to these files, or copies. Make it if there is none; delete old folders.
 
         Args:
-            to_load: whether the server loads it now. The last two such folders stay: the newest may be refused.
+            to_load: the server loads the folder now. The last two such folders stay, as the newest may be refused.
         """
         check_tensors(tensors_paths, self._expected)
         with self._lock:

@@ -1,6 +1,6 @@
 """The batch of the embedded engine: requests in slots, their keys and values, and cached prompt prefixes.
 
-A slot is an index into the host arrays of `Batch` and into the key-value tensor of `KVCache`.
+A slot here is a row of the engine: an index into the host arrays of `Batch` and into the key-value tensor of `KVCache`.
 
     slots 0 .. num_slots - 1     one active request each; the first `num_used` of them are decoded together
     slots num_slots ..           keys and values of prompt prefixes, managed by `PrefixCache` and copied into the others
@@ -181,7 +181,7 @@ class Batch:
         """Add one sampled token to every slot (there must be no holes).
 
         Args:
-            completes_stop: returns whether a response (so far) and its request end with a stop string.
+            completes_stop: returns whether the response so far ends with a stop string of its request.
 
         Returns:
             (slot, finish reason) of the requests that finished.
@@ -248,7 +248,8 @@ class PrefixCache:
         """Remove the first requests from `waiting` whose prefixes fit into the cache together.
 
         Returns:
-            The removed requests, at most `num_free`, and (prefix, slot) pairs to prefill first, also of later ones.
+            The removed requests, at most `num_free`; and (prefix, slot) pairs to prefill before they begin. Pairs of
+            requests that still wait may be among them, so that prefills are few and full.
         """
         needed: dict[Prefix, None] = {}
         admitted: list[Request] = []
@@ -405,9 +406,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one new token per slot: query [N, H, 1, D], keys [N, G, L, D] -> [N, 1, H, D].
+    """Return the attention of one new token of each of N requests as [N, 1, H, D], and None for the attention weights.
 
-    It is for grouped-query attention (G < H). Other calls are passed on to transformers' own function.
+    The query is [N, H, 1, D], keys and values are [N, G, L, D]. This is for grouped-query attention (G < H) with a
+    float mask; other calls are passed on to transformers' own function.
     """
     is_unusual = any(kwargs[name] is not None for name in kwargs.keys() - _PLAIN_KEYWORDS)
     is_grouped = query.shape[1] > key.shape[1]

@@ -367,10 +367,10 @@ class EmbeddedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling options besides temperature, for the rows of the logits that have any; else empty tensors."""
+    """Sampling options besides temperature, by row of the logits. A tensor is empty if no row has the option."""
 
     banned_rows: Int[Tensor, " B"]
-    """With `banned_tokens`: pairs (row, token) that may not be drawn, as end of sequence below a minimum length."""
+    """With `banned_tokens`: pairs (row, token) that may not be drawn: end of sequence below the minimum length."""
     banned_tokens: Int[Tensor, " B"]
     limited_rows: Int[Tensor, " M"]
     """Rows with a top-k or a top-p."""

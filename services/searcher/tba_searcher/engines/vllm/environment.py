@@ -91,8 +91,8 @@ def keep_transformers_unchanged(*, compiles: bool) -> Iterator[None]:
     then no longer be built or used.
 
     Args:
-        compiles: if true, vLLM's changes move to a subclass after the block, and models that were built in the block
-            become its instances. If false, vLLM changes no class, and will not later in this process.
+        compiles: if true, vLLM's changes move to a subclass after the `with` block, and models that were built in it
+            become instances of the subclass. If false, vLLM changes no class, and will not later in this process.
     """
     owner = transformers_adapter()
     if not compiles:

@@ -104,14 +104,14 @@ class Sampled:
     """Whether vLLM looks for stop strings in it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """One for each token."""
+    """Log-prob of each of `tokens`."""
 
 
 class SampledTokens:
     """Collects tokens and log-probs directly from the outputs of vLLM's scheduler.
 
-    vLLM's own output processor takes more time per request and step (docs/searcher.md), and returns them only at the
-    end. So outputs reach it without log-probs, and where no text is needed only the last output does.
+    vLLM's own output processor is slower (docs/searcher.md), and returns them only when a request ends. It therefore
+    gets every output without log-probs. If no text is needed, it gets only the last output of a request.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -145,7 +145,7 @@ class SampledTokens:
 
 @contextmanager
 def all_held_back(llm: Any) -> Iterator[None]:
-    """Empty vLLM's queue for the block, so that its steps run only requests added in it. No request may be running."""
+    """Hold back all queued requests while the context is open: steps run only new ones. No request may be running."""
     queue = llm.engine_core.engine_core.scheduler.waiting
     waiting = [queue.pop_request() for _ in range(len(queue))]
     try:
@@ -221,7 +221,7 @@ class WorkerModel:
         """Replace all parameters of one of this worker's models with named checkpoint tensors, by vLLM's own reload.
 
         Raises:
-            Exception: vLLM cannot. The weights are then a mixture; the next load replaces them all.
+            Exception: vLLM failed. The weights are then a mixture; the next load replaces them all.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

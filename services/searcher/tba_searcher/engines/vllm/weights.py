@@ -25,7 +25,7 @@ from tba_searcher.engines.vllm.internals import WorkerModel
 from tba_searcher.engines.weight_check import table_entry
 
 Paths = Mapping[str, str]
-"""Tensor name -> its safetensors file."""
+"""The safetensors file of each tensor, by tensor name."""
 Entry = tuple[str, str, tuple[int, ...], str]
 """Name, dtype, shape and digest of a tensor (`table_entry`)."""
 Entries = tuple[Entry, ...]
@@ -72,7 +72,7 @@ def load_files(worker: WorkerModel, model: Any, paths: Paths) -> Entries:
 
     Raises:
         RuntimeError: vLLM did not take every tensor.
-        Exception: reading failed, or vLLM did. The weights are then a mixture; the next load replaces them all.
+        Exception: reading or vLLM failed. The weights are then a mixture; the next load replaces them all.
     """
     tensors = HashedTensors(paths, hashed_here(worker, paths))
     worker.load(model, tensors)
@@ -92,7 +92,7 @@ class Staging(Protocol):
         """Put the prepared weights into use and return this rank's entries; None if other files, or none, are prepared.
 
         Args:
-            stamps: of the files to use.
+            stamps: stamps of the files to use.
             before: the files and entries of the model in use now.
         """
         ...

@@ -25,7 +25,7 @@ Failure = tuple[str, str, str]
 def _answers(method: Callable[..., Any]) -> Callable[..., tuple[Any, Failure | None]]:
     """Make a method return (result, None) or (None, failure) instead of raising.
 
-    vLLM stops reading the ranks' answers at the first exception. It would then take the unread answers for those to the
+    vLLM stops reading the ranks' answers at the first exception. It would take the unread answers as the answers to the
     next call.
     """
 

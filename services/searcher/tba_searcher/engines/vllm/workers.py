@@ -60,7 +60,7 @@ class Workers:
                 raise self._died(error, "decoding") from error
 
     def call(self, method: str, *args: Any, doing: str) -> list[Any]:
-        """Call a method of `WeightsExtension` on every rank; return the results by rank.
+        """Call a method of `WeightsExtension` on every rank; return the results by rank. `doing` is for error messages.
 
         Raises:
             EngineError: the method failed on a rank; the other ranks have finished it.
@@ -94,7 +94,7 @@ class Workers:
     def _end_ranks(self, timeout_s: float | None = None) -> None:
         """Wait until a rank's process ends, at most `timeout_s`; note which one, then kill all others.
 
-        They may wait for the dead one within a collective operation, where no signal but SIGKILL reaches them.
+        The others may wait for the dead rank in a collective operation, where no signal but SIGKILL reaches them.
         """
         sentinels = [process.sentinel for process in self._processes]
         ended = multiprocessing.connection.wait(sentinels, timeout_s)

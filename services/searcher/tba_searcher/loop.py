@@ -197,7 +197,7 @@ class SearcherLoop:
             self._run_is_over.set()
 
     async def _lease_task(self) -> None:
-        """Lease visits to hold three rounds of slots: in decoding, in the engine's queue and in the work queue."""
+        """Lease visits to hold rollouts for 3 x `num_slots`: decoding, waiting in the engine, and in the work queue."""
         settings, waits, found_evals = self._recipe.searcher, self._status.waits, False
         while not self._is_ending:
             num_held = self._queue.num_unsubmitted + self._engine.num_active + self._engine.num_waiting

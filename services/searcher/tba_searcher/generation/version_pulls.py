@@ -148,9 +148,9 @@ class WeightLoader:
         return None if version is None or version in self.refused else self._weights.get(version)
 
     def keep_only(self, versions: Collection[PolicyVersion | None]) -> None:
-        """Delete the tensors of all other versions, as soon as no download runs.
+        """Delete the tensors of all versions that are not in `versions`, as soon as no download runs.
 
-        The starting model stays if a version in `versions` is an adapter: the next adapter is merged into it, too.
+        The starting model stays if a version in `versions` is an adapter: later adapters are merged into it, too.
         """
         # a version of a large model has many gigabytes, and a new one comes every few minutes
         adapters = [self._weights[version].manifest.adapter for version in self._weights if version in versions]

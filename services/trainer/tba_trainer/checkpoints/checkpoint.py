@@ -93,7 +93,7 @@ class CheckpointStore:
 
         Args:
             version: version of the weights.
-            rows: what this process writes (`Learner.capture`).
+            rows: rows that this process writes (`Learner.capture`).
             known: lineage by digest of the objects that need not be written again (`reusable_objects`).
             in_background: copy all rows to memory now if they fit; otherwise `Part.upload` copies them from the model.
 
@@ -204,7 +204,7 @@ class CheckpointStore:
         """Return the checkpoints of a lineage and of those it descends from, oldest first.
 
         Args:
-            history: the last version that counts of each of these lineages, from `LineageTree.ancestry`.
+            history: the newest version to take from each of these lineages, from `LineageTree.ancestry`.
         """
         last_step = {version.lineage: version.step for version in history}
         return [version for version in self.versions() if version.step <= last_step.get(version.lineage, -1)]

@@ -112,7 +112,7 @@ class WeightSnapshot:
 
     @property
     def tensors(self) -> TensorFiles:
-        """The named parameters of this snapshot, read from files; `write` is called first."""
+        """The named parameters of this snapshot, read from files. Calls `write` first."""
         self.write()
         return TensorFiles(self.paths)
 

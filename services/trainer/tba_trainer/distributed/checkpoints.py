@@ -197,7 +197,7 @@ class Upload:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`, and return whether the upload has ended, with `key` or `error` set (or given up).
+        """Wait up to `timeout_s`; return whether the upload has ended. Unless given up, `key` or `error` is then set.
 
         Raises:
             TeamError: a follower is gone.
@@ -264,7 +264,7 @@ class Upload:
 
 
 class FollowerCheckpoints:
-    """The side of a follower in `TeamCheckpoints`."""
+    """The checkpoints of a run in a follower: it writes and fetches its rows at the commands of `TeamCheckpoints`."""
 
     def __init__(self, recipe: Recipe, learner: Learner, team: Team, *, folder: Path) -> None:
         self._learner, self._team = learner, team

@@ -258,7 +258,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _first_pass(self) -> None:
-        """Compute, without gradient, theta's sums of rollouts whose A_j needs rollouts of other micro-batches."""
+        """Compute log-prob sums of theta, without gradient, of rollouts whose A_j needs other micro-batches."""
         if not self._objective.needs_complete_groups:
             return
         # with a single micro-batch its own forward pass is the whole batch
@@ -315,7 +315,7 @@ class ForwardBackward:
         self._totals = replace(self._totals, max_second_moment=second_moment_cut(squares))
 
     def _put_sums(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
-        """Store theta's sums of the rollouts `rows`, and return the tokens of the micro-batch."""
+        """Store theta's log-prob sums of the rollouts `rows`, and return the tokens of the micro-batch."""
         found = logprobs.detach()
         prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
         kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing

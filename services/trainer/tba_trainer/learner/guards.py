@@ -42,7 +42,7 @@ class GuardState(BaseModel):
     streaks: dict[Name, int] = Field(default_factory=dict)
     """Consecutive steps in which an alarm's condition held; steps in which it is unknown change nothing."""
     num_since_good: int = 0
-    """Steps since the last good one: its batch was applied, and no condition held whose action is rollback or fail."""
+    """Steps since the last good one: a step whose batch was applied, and with no condition that rolls back or fails."""
     num_alarms: dict[Name, int] = Field(default_factory=dict)
     """How often each alarm went off."""
     num_skipped_in_row: int = 0

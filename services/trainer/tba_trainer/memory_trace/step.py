@@ -58,7 +58,7 @@ class StepBytes:
     gradients: int
     optimizer: int
     forward_backward_peak: int
-    """Most bytes while gradients are computed, the above included."""
+    """Most bytes while gradients are computed, the bytes of the fields above included."""
     update_peak: int
     """Most bytes while AdamW changes the weights."""
 
@@ -161,7 +161,7 @@ def trace_step(
 
 
 def measured(learner: Learner, recipe: Recipe, live: LiveBytes) -> dict[str, int]:
-    """Make a step, on fake or real tensors; return its gradients, optimizer and peaks as in `StepBytes`."""
+    """Make a step, on fake or real tensors. Return bytes of gradients, optimizer and peaks by field of `StepBytes`."""
     without = live.held
     optimizer = learner.optimizer
     for parameter in trainable(learner.model).values():
@@ -200,7 +200,7 @@ def _team(recipe: Recipe) -> Iterator[tuple[Ranks, Context | None]]:
 
 
 def _plan(recipe: Recipe) -> Plan:
-    """Return the plan of a whole batch of longest rollouts."""
+    """Return the micro-batches of a whole batch in which every rollout is as long as the recipe allows."""
     searcher, sampling = recipe.searcher, recipe.sampling
     objective = resolve(recipe.objective, max_response_tokens=searcher.max_response_tokens)
     num_rollouts = sampling.prompts_per_batch * sampling.group_size
@@ -215,7 +215,7 @@ def _plan(recipe: Recipe) -> Plan:
 
 
 def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
-    """Return a batch of the rollouts of the largest micro-batches, in their groups."""
+    """Return a batch of the rollouts of the first `TRACED_ROUNDS` rounds, the largest ones, in their groups."""
     rng, num_tokens = np.random.default_rng(0), recipe.searcher.max_response_tokens
     rounds = _plan(recipe)[:TRACED_ROUNDS]
     chosen = sorted(row for micro_batches in rounds for rows in micro_batches for row in rows)

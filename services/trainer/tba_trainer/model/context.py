@@ -50,12 +50,12 @@ class RowPart:
     input_ids: Int[Tensor, "1 W"]
     position_ids: Int[Tensor, "1 W"]
     predictors: Int[Tensor, " t"]
-    """For each response token, the index among the W positions whose output predicts it."""
+    """For each of the t response tokens here, the index among the W positions of the position that predicts it."""
     response_tokens: Int[Tensor, " t"]
     tokens: Int[Tensor, " t"]
     """Index of each of these t response tokens among the T of the row."""
     num_tokens: int
-    """T."""
+    """T, of the whole row."""
     chosen: Int[Tensor, " c"]
     """Indices, among the t response tokens, of those that were `chosen` in `Context.part_of`."""
     segments: PartSegments

@@ -178,7 +178,7 @@ class Batch:
         logprobs: NDArray[np.float32],
         completes_stop: Callable[[NDArray[np.int64], Request], bool] | None = None,
     ) -> list[tuple[int, str]]:
-        """Add one sampled token to every slot (there must be no holes).
+        """Add one sampled token to every slot. There must be no holes (`compact`).
 
         Args:
             completes_stop: returns whether the response so far ends with a stop string of its request.
@@ -371,7 +371,7 @@ class _KVLayer(CacheLayerMixin):
         return self.keys[:num_slots, :, : plan.length], self.values[:num_slots, :, : plan.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes for a prefill, where the keys are the queries' own; decoding brings its own mask."""
+        """Return the number and the offset of the keys in the mask of a prefill; decoding passes a mask of its own."""
         return query_length, 0
 
     def get_seq_length(self) -> int:

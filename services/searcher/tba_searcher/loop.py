@@ -350,7 +350,7 @@ class SearcherLoop:
         return None if self._loader.get(pinned) is None else pinned
 
     def _next_requests(self) -> list[Request]:
-        """Return requests that fill all slots and queue as many again: no slot is idle, and prefills come in groups."""
+        """Return requests up to 2 x `num_slots` in the engine, so that no slot is idle and prefills come in groups."""
         room = 2 * self._engine.num_slots - self._engine.num_active - self._engine.num_waiting
         if room <= 0 or self._is_ending:
             return []

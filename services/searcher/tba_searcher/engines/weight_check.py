@@ -111,7 +111,7 @@ def stage_weights(engine: Engine, new: LocalVersion) -> None:
 
 
 def swap_weights(engine: Engine, new: LocalVersion, old: LocalVersion) -> TbaError | None:
-    """Load `new` and check it. Return None, or, when that fails, load `old` again and return the reason.
+    """Load `new` and check it; return None. If that fails, load `old` again and return the reason.
 
     Raises:
         EngineDiedError: the engine cannot continue.

@@ -50,7 +50,7 @@ def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_pr
 
 
 def perplexities(parts: Sequence[Sequence[Answer]], answers: Answers) -> dict[str, Estimate]:
-    """Return both perplexities of the completions of one mode, [prompt][number]: `per_token` and `published`."""
+    """Return the perplexities `per_token` and `published` of one mode, whose answers are `parts[prompt][number]`."""
     sums, lengths, published = [], [], []
     for part in parts:
         known = [(answer.nll, answer) for answer in part if answer.nll is not None]

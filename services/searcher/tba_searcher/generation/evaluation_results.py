@@ -53,7 +53,7 @@ def failed_result(visit: Visit) -> EvalResult:
 
 
 def without_end(tokens: NDArray[np.int32], finish_reason: str) -> NDArray[np.int32]:
-    """Return a response without the end-of-sequence token, its last token if the finish reason is `stop`."""
+    """Return a response without its end-of-sequence token, which it has (as the last one) if it finished by `stop`."""
     return tokens[: -1 if finish_reason == "stop" else None]
 
 

@@ -114,7 +114,10 @@ class CheckpointStore:
         )
 
     def reusable_objects(self, version: PolicyVersion) -> dict[str, int]:
-        """Return lineages by digest of a checkpoint's stored objects. Keep that checkpoint while others reuse them."""
+        """Return the objects of a checkpoint that the store still has, as digests, each with the lineage that wrote it.
+
+        Keep this checkpoint until the one that reuses its objects is registered.
+        """
         if self._committed is not None and self._committed[0] == version:
             known = self._committed[1]
         else:

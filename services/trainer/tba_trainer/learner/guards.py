@@ -79,10 +79,9 @@ class Alarm:
 class Rollback:
     """The end of a lineage that an alarm or an operator rolled back.
 
-    An operator's rollback does not count towards `MAX_ROLLBACKS`, which stops a run that by itself rolls back to the
-    same place again and again. Nor does it make a checkpoint suspect. Checkpoints after the one that it returns to stay
-    until retention deletes them: a fork can start from them. No resume does, since the new lineage does not descend
-    from them.
+    Only rollbacks by alarms make a checkpoint suspect, and count towards `MAX_ROLLBACKS`. That limit stops a run that
+    rolls back to the same place again and again. After an operator's rollback the newer checkpoints stay until
+    retention deletes them: a fork can start from them, but no resume, since the new lineage does not descend from them.
     """
 
     is_asked_for: bool
@@ -256,7 +255,7 @@ def _norms(
 
 
 def _is_on(section: GuardsSection, streaks: Mapping[Name, int], name: Name, *, from_action: Action) -> bool:
-    """Return whether an alarm's condition holds, and it is non_finite or its action is at least `from_action`."""
+    """Return whether an alarm's condition holds. Except for non_finite, its action must be at least `from_action`."""
     serious = SEVERITY.index(getattr(section, name).action) >= SEVERITY.index(from_action)
     return streaks.get(name, 0) > 0 and (serious or name == "non_finite")
 

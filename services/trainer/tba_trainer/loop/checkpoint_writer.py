@@ -157,7 +157,7 @@ class CheckpointWriter:
         """If the upload has ended, register its checkpoint and delete old ones. Do not wait.
 
         Raises:
-            StoreUnavailableError: it could not be stored; nothing was registered.
+            StoreUnavailableError: the checkpoint could not be stored; nothing was registered.
             FencedError: a newer lineage owns the run.
         """
         upload = self._upload

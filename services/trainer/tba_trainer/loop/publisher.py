@@ -292,7 +292,7 @@ class Publisher:
             snapshot.close()
 
     def _replace_base(self, snapshot: WeightSnapshot, manifest: Manifest) -> None:
-        """Replace the last version's files by those of the version just published, if the next one may be a delta."""
+        """Keep the files of the version just published if the next may be a delta; delete the older version's files."""
         if self._start is not None:  # every other version is an adapter for it
             self.discard(snapshot)
             return
@@ -309,7 +309,7 @@ class Publisher:
             snapshot.close()
 
     def delete_old_versions(self) -> None:
-        """Delete the versions that nothing keeps (`reasons_to_keep`). Log a TbaError; a later version tries again."""
+        """Delete the versions that nothing keeps (`reasons_to_keep`). Log an error; a later call tries again."""
         try:
             existing, keep = self._versions.versions(), self._section.keep_versions
             if len(existing) > keep:

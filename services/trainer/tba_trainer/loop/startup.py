@@ -46,7 +46,7 @@ class _Parent:
     version: PolicyVersion
     checkpoint_key: str | None = None
     checkpoint: Checkpoint | None = None
-    """The downloaded checkpoint, which the caller closes; None: the parent is read from no checkpoint file."""
+    """The downloaded checkpoint, which the caller closes; None: there is no checkpoint to restore."""
     fails: str | None = None
     """Why the run must fail instead of starting; None: it starts."""
 

@@ -290,7 +290,7 @@ class TrainingLoop:
         )
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Run an action that the run can do without: log a TbaError, except FencedError."""
+        """Run an action whose failure must not end the run: log a TbaError, and raise only FencedError."""
         try:
             action()
         except FencedError:

@@ -140,7 +140,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def cuda_branches() -> Iterator[None]:
-    """Make the output head treat the CPU as it treats CUDA: chunks of logits, products with wide sums."""
+    """Make the output head treat the CPU as CUDA: chunk size of logits, and products of 16 bits with float32 sums."""
     chunk_bytes = CHUNK_BYTES["cpu"]
     CHUNK_BYTES["cpu"] = CHUNK_BYTES["cuda"]
     WIDE_PRODUCTS.add("cpu")

@@ -45,7 +45,7 @@ BUCKET_MIN_SHARE = 0.9
 """The shortest sequence of a bucket has at least this share of the length of its longest."""
 FLASH_MAX_HEAD_DIM = 256
 ALIGNED_ELEMENTS = 8
-"""Attention masks and their rows begin at multiples of it: 16 bytes in 16-bit dtypes, 32 bytes in float32."""
+"""Attention masks and their rows begin at multiples of this number: 16 bytes in 16-bit dtypes, 32 bytes in float32."""
 WINDOW_BLOCK = 1024
 """Largest number of queries of one block of windowed attention without flash attention."""
 
@@ -71,7 +71,7 @@ class PackedSequences:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return len(self.lengths)
 
 

@@ -227,7 +227,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _check_decoding(self) -> None:
-        """Decode a short sequence alone and one beside a long one; compare with passes over the whole sequences.
+        """Decode a short sequence alone, and one beside a long one. Compare log-probs with passes over whole sequences.
 
         Raises:
             ConfigError: the log-probs differ, or the model fails with this cache.

@@ -253,8 +253,8 @@ class WorkerModel:
 def _scale_slices_alone() -> None:
     """Make each rank that rounds weights to 8 bits compute the scales from its own slice alone.
 
-    vLLM computes the scale of a shared channel over all ranks, so each load waits for the other ranks. It would wait
-    for ever after one has failed, and staging would mix its messages with those of decoding. Each rank multiplies by
+    vLLM computes the scale of a shared channel over all ranks. A load would wait for ever for a rank that has failed,
+    and messages between ranks would mix with those of decoding while weights are staged. Each rank multiplies by
     its own scale before results are summed, so scales may differ, and are then finer.
     """
     from vllm.model_executor.layers.quantization.online import fp8

@@ -163,7 +163,7 @@ class Delivery:
             await self._score(visits)
 
     async def score_alone_forever(self) -> None:
-        """Score visits one by one after their first request for scores was slow, or found a scorer away."""
+        """Score, one by one, the visits whose first request for scores was slow or found a scorer away."""
         while True:
             await self._score([await self._alone.get()], alone=True)
 

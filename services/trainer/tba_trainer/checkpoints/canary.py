@@ -71,7 +71,7 @@ class CanaryMaker:
 
     @torch.no_grad()
     def make(self) -> Canary:
-        """Return the canary of the tensors that the published model holds now. These must be theta's, rounded.
+        """Return the canary of the published model, which must hold theta's current tensors in the published dtype.
 
         A collective for a sharded model: every process must call it.
         """

@@ -188,7 +188,7 @@ class SliceFiles(Mapping[str, TensorSlice]):
         return False
 
     def add(self, slices: Mapping[str, Slice], path: Path | None) -> None:
-        """Add rows and the file that has them (None: this process needs none of them)."""
+        """Record the file that has these rows (None: this process needs none of them)."""
         if path is not None:
             shapes = {name: tuple(entry["shape"]) for name, entry in tensor_header(path).items()}
             expected = {name: _shape(piece, piece.begin, piece.end) for name, piece in slices.items()}

@@ -80,7 +80,7 @@ class WeightSnapshot:
     parent: PolicyVersion | None
     dtype: str
     folder: Path
-    """Folder of its files alone."""
+    """Folder that holds the files of this snapshot and nothing else."""
     canary: Canary
     paths: tuple[Path, ...] = ()
     """safetensors files with the named parameters in `dtype`, once `write` has returned; or the file of the adapter."""
@@ -89,7 +89,7 @@ class WeightSnapshot:
     held: dict[str, Tensor] = field(default_factory=dict)
     """Named parameters in memory, not in a file yet."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """File -> the named parameters that go into it."""
+    """Names of the parameters that go into each file, by file name."""
     others: SharesOfTeam | None = None
     """The shares that the other processes have taken; None: there are none."""
     is_share: bool = False
@@ -235,7 +235,7 @@ def share_files(sizes: Mapping[str, int], *, num_shares: int, max_bytes: int) ->
         max_bytes: largest number of bytes of tensors in one file; a single larger tensor gets a file of its own.
 
     Returns:
-        For each share: file name -> names of tensors. A single share has at least one file, perhaps empty.
+        For each share the tensor names of each file, by file name. A single share has at least one file, perhaps empty.
     """
     # whole tensors, since a digest is of a whole one; the largest first, each to the share that is smallest by then
     shares: list[set[str]] = [set() for _ in range(num_shares)]

@@ -19,7 +19,7 @@ from tba_trainer.checkpoints.parts import Part
 from tba_trainer.distributed.process_group import Team
 
 Reply = dict[str, Any]
-"""Result of a job in one process: `error` and `kind` if it failed, else keys of the job's own."""
+"""Result of a job in one process: `error` and `kind` if it failed, else the keys that this kind of job returns."""
 log = get_logger("jobs")
 
 

@@ -77,7 +77,7 @@ class ForwardResult:
     rollout: Rollout
     policy_age: int
     logprob: float | None
-    """None: no pass was made for it, since it adds nothing to the gradient."""
+    """None: no pass was made for the rollout, since it adds nothing to the gradient."""
     ref_logprob: float | None
     """None where the objective needs no reference, or no pass was made."""
     abs_gap: float

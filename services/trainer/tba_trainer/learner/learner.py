@@ -190,7 +190,7 @@ class Learner:
     def capture(self) -> Rows:
         """Return this process's rows of all tensors that `restore` needs; iteration copies them one at a time.
 
-        Nothing is sent between processes, so they need not be in step.
+        Nothing is sent between processes, so each may call it at another time.
         """
         sections: dict[str, Mapping[str, Tensor]] = {
             MODEL: trainable(self.model),

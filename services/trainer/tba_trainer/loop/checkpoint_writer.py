@@ -54,7 +54,7 @@ class CheckpointWriter:
         return self._upload is not None
 
     def write(self) -> None:
-        """Write a checkpoint of the current weights: a small one at once, a large one in the background.
+        """Write a checkpoint of the current weights. Upload a large one in the background, unless memory is short.
 
         Raises:
             StoreUnavailableError: nothing was registered.

@@ -315,7 +315,7 @@ def wait_for_origin(buffer: BufferClient, *, wait_s: float, stop: threading.Even
 def check_starting_model(start: WeightSnapshot, versions: WeightVersions, origin: OriginInfo | None) -> None:
     """Check that `model.path` holds the model that the run, and the run of its first snapshot, started from.
 
-    It is the reference, and every policy age counts from it.
+    This model is the reference, and every policy age counts from it.
 
     Raises:
         ConfigError: it is another model, or the same one in another dtype.

@@ -79,7 +79,7 @@ class WeightsExtension:
 
     @_answers
     def tba_stage_weights(self, paths: dict[str, str]) -> None:
-        """Start a thread that stages the tensors of `paths` (name -> file) while vLLM generates; return at once."""
+        """Start a thread that stages the tensors of `paths` (files by name) while vLLM generates; return at once."""
         staging, stamps = self._tba_staging, file_stamps(paths.values())
         self._tba_staged = begin_in_thread(lambda: None if staging is None else staging.stage(paths, stamps))
 
@@ -93,7 +93,7 @@ class WeightsExtension:
 
     @_answers
     def tba_load_weights(self, paths: dict[str, str]) -> Entries:
-        """Replace all parameters with the tensors of `paths` (name -> file); return this rank's entries."""
+        """Replace all parameters with the tensors of `paths` (files by tensor name); return this rank's entries."""
         stamps, before = file_stamps(paths.values()), self._tba_in_use
         self._tba_in_use = (None, ())
         worker = self._tba_worker

@@ -143,6 +143,12 @@ def make_batch(seed: int, *, num_groups: int = 3, group_size: int = 4, batch_id:
     )
 
 
+def make_repeating_batch(step: int) -> Batch:
+    """The batch of a step, which has rollouts of earlier ones, so that the reference's cache matters."""
+    first, second = make_batch(step % 3), make_batch(10 + step)
+    return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
+
+
 def changed(batch: Batch, change: Callable[[int, Rollout], Rollout]) -> Batch:
     """Return a copy of the batch in which each rollout is replaced by `change(row, rollout)`."""
     rows = itertools.count()

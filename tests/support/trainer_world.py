@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tba_trainer.trainer import train
 
 from tba.config import Recipe
-from tba.errors import TbaError
+from tba.errors import StoreUnavailableError, TbaError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
@@ -69,6 +69,10 @@ class World:
         keys = self.store.list(f"runs/{self.run}/checkpoints/")
         return sorted(key.split("/")[3] for key in keys if key.endswith("/manifest.json"))
 
+    def waits(self) -> set[str]:
+        """The waits that a heartbeat has named."""
+        return {beat.wait.name for beat in self.buffer.beats if beat.wait is not None}
+
     def skipped(self) -> dict[int, str | None]:
         """Return for each acked step why its batch was skipped; None if it was used."""
         return {step: ack.skipped for _, step, ack in self.buffer.acks}
@@ -88,6 +92,16 @@ def at_put(patch: pytest.MonkeyPatch, action: Callable[[str, Path], object]) -> 
         put_file(store, key, path, create_only=create_only)
 
     patch.setattr(FileStore, "put_file", put)
+
+
+def refuse_puts(patch: pytest.MonkeyPatch, when: Callable[[str], bool]) -> None:
+    """Let the store be away for every file whose key is such a one."""
+
+    def refuse(key: str, _: Path) -> None:
+        if when(key):
+            raise StoreUnavailableError("the store is away")
+
+    at_put(patch, refuse)
 
 
 def raising(error: Exception) -> Callable[[], None]:

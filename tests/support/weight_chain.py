@@ -49,11 +49,13 @@ class Chain:
 
     Args:
         folder: each version has its files in a folder of its name here.
+        num: versions that are published at once.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path) -> None:
+    def __init__(self, store: ObjectStore, folder: Path, num: int = 0) -> None:
         self.store, self.folder, self.versions = store, folder, WeightVersions(store, RUN)
         self.local: list[LocalVersion] = []
+        self.extend(num)
 
     def files(self, name: object, tensors: Mapping[str, NDArray[Any]]) -> tuple[Path, dict[str, Path]]:
         """Write the files of a version; return the tensors file, and the other files by name."""

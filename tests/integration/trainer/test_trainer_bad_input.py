@@ -21,7 +21,6 @@ from tba_trainer.trainer import train
 
 import tba.wire.rollout
 from tba.api import AckRequest, BatchRequest, LedgerEntry
-from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
@@ -59,40 +58,45 @@ def damages(good: Rollout) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture
-def buffer(serve_buffer: ServeBuffer) -> BufferThread:
-    return serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4})
+class Run:
+    """A trainer of six steps on a real buffer, whose batches have 8 prompts of 4 rollouts each."""
 
+    def __init__(self, buffer: BufferThread, redis: RedisProcess, model: Path, folder: Path) -> None:
+        self.buffer, self.client, self.store = buffer, buffer.client(), FileStore(folder / "store")
+        self.redis_url, self.folder = redis.url, folder
+        self.recipe = recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False)
 
-def fill(client: BufferClient, connection: Redis, damaged: Sequence[tuple[bytes, int]], *, seed: int = 0) -> None:
-    """8 prompts of 4 rollouts each. So many rollouts of the first prompts become this once they are stored."""
-    rng = np.random.default_rng(seed)
-    client.upload_prompts(make_prompts(8, 4))
-    for number in range(8):
-        rollouts = [make_rollout(rng, prompt_id=f"train-{number}", run="test", reward=float(i % 2)) for i in range(4)]
-        client.push([encode_rollout(rollout) for rollout in rollouts])
-        if number < len(damaged):
-            bad, num = damaged[number]
+    def fill(self, damaged: Sequence[tuple[bytes, int]] = (), *, seed: int = 0) -> None:
+        """So many rollouts of the first prompts become this once they are stored."""
+        rng = np.random.default_rng(seed)
+        self.client.upload_prompts(make_prompts(8, 4))
+        for number, (bad, num) in enumerate([*damaged, *[(b"", 0)] * (8 - len(damaged))]):
+            rewards, prompt_id = (0.0, 1.0, 0.0, 1.0), f"train-{number}"
+            rollouts = [make_rollout(rng, prompt_id=prompt_id, run="test", reward=reward) for reward in rewards]
+            self.client.push([encode_rollout(rollout) for rollout in rollouts])
             for rollout in rollouts[:num]:
-                own = changed(bad, rollout_id=rollout.rollout_id, prompt_id=rollout.prompt_id)
-                connection.hset(PAYLOADS, rollout.rollout_id, own)  # pyright: ignore[reportArgumentType]
+                own = changed(bad, rollout_id=rollout.rollout_id, prompt_id=prompt_id)
+                with Redis.from_url(self.redis_url) as connection:
+                    connection.hset(PAYLOADS, rollout.rollout_id, own)  # pyright: ignore[reportArgumentType]
+
+    def train(self) -> None:
+        train(self.recipe, buffer=self.buffer.client(), store=self.store, stop=threading.Event())
+
+    def lines(self) -> list[LedgerEntry]:
+        return batch_entries(self.client.ledger().entries)
 
 
-def entries(client: BufferClient) -> list[LedgerEntry]:
-    return batch_entries(client.ledger().entries)
+@pytest.fixture
+def run(serve_buffer: ServeBuffer, redis: RedisProcess, model: Path, tmp_path: Path) -> Run:
+    return Run(serve_buffer(sampling={"prompts_per_batch": 8, "group_size": 4}), redis, model, tmp_path)
 
 
-def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continues(
-    buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client, store = buffer.client(), FileStore(tmp_path / "store")
-    bad = damages(make_rollout(np.random.default_rng(1), run="test"))
-    with Redis.from_url(redis.url) as connection:
-        fill(client, connection, [*((payload, 1) for payload in bad.values()), (bad["vocabulary"], 3)])
-    recipe = recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False)
-    train(recipe, buffer=client, store=store, stop=threading.Event())
+def test_every_kind_of_bad_rollout_is_refused_and_counted(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    client, bad = run.client, damages(make_rollout(np.random.default_rng(1), run="test"))
+    run.fill([*((payload, 1) for payload in bad.values()), (bad["vocabulary"], 3)])
+    run.train()
     assert client.run().state == "done"
-    lines = entries(client)
+    lines = run.lines()
     assert [(line.step, line.skipped) for line in lines] == [(step, None) for step in range(1, 7)]
     # a batch has every prompt: one bad rollout of each kind, and one prompt of which only one is good
     expected = {**dict.fromkeys(bad, 1), "vocabulary": 1 + 3, "group-of-one": 1}
@@ -114,29 +118,22 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted_while_training_continu
     )
     assert all(step.advantage is not None and step.weight == 1.0 for steps in trained for step in steps)
     assert any(step.advantage for steps in trained for step in steps)
-    assert check_command(parse_arguments(["ledger", "check", "--url", buffer.url])) == 0
+    assert check_command(parse_arguments(["ledger", "check", "--url", run.buffer.url])) == 0
     assert "6 batches, 0 of them abandoned, 0 skipped" in capsys.readouterr().out
-    versions = WeightVersions(store, "test")
-    paths = versions.download_tensors(PolicyVersion(1, 6), tmp_path / "last").paths
+    paths = WeightVersions(run.store, "test").download_tensors(PolicyVersion(1, 6), run.folder / "last").paths
     assert all(torch.isfinite(tensor).all() for path in paths for tensor in load_file(path).values())
 
 
-def test_unreadable_batches_are_skipped(buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path) -> None:
-    client, store = buffer.client(), FileStore(tmp_path / "store")
+def test_unreadable_batches_are_skipped(run: Run) -> None:
     unreadable = changed(encode_rollout(make_rollout(np.random.default_rng(1), run="test")), surprise=1)
-    with Redis.from_url(redis.url) as connection:
-        fill(client, connection, [(unreadable, 4)] * 8)
-        training = threading.Thread(
-            target=train,
-            args=(recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False),),
-            kwargs={"buffer": buffer.client(), "store": store, "stop": threading.Event()},
-        )
-        training.start()
-        until("all have failed", lambda: client.stats().num_failed == 32)
-        fill(client, connection, [], seed=1)
+    run.fill([(unreadable, 4)] * 8)
+    training = threading.Thread(target=run.train)
+    training.start()
+    until("all have failed", lambda: run.client.stats().num_failed == 32)
+    run.fill(seed=1)
     training.join()
-    assert client.run().state == "done"
-    lines = entries(client)
+    assert run.client.run().state == "done"
+    lines = run.lines()
     assert [line.step for line in lines] == list(range(1, 7))
     # the batch of step 2 may have been drawn before the ack of step 1
     skipped = [line for line in lines if line.skipped]
@@ -145,9 +142,7 @@ def test_unreadable_batches_are_skipped(buffer: BufferThread, redis: RedisProces
     assert [line.refused for line in lines if not line.skipped] == [{}] * (6 - len(skipped))
 
 
-def test_a_rollout_is_decoded_once_at_its_push_and_once_in_the_trainer_for_each_use(
-    buffer: BufferThread, redis: RedisProcess, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_is_decoded_once_at_its_push_and_once_for_each_use(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, decoded = tba.wire.rollout._DECODER, Counter[str]()
 
     class CountingDecoder:
@@ -157,14 +152,10 @@ def test_a_rollout_is_decoded_once_at_its_push_and_once_in_the_trainer_for_each_
             return rollout
 
     monkeypatch.setattr(tba.wire.rollout, "_DECODER", CountingDecoder())
-    client, store = buffer.client(), FileStore(tmp_path / "store")
-    with Redis.from_url(redis.url) as connection:
-        fill(client, connection, [])
-    recipe = recipe_of_buffer(buffer.recipe, model, num_steps=6, export=False)
-    train(recipe, buffer=client, store=store, stop=threading.Event())
-    uses = Counter(rollout_id for line in entries(client) for rollout_id in line.rollout_ids)
-    assert uses.total() == 6 * 32
-    assert decoded == uses + Counter(dict.fromkeys(uses, 1))
+    run.fill()
+    run.train()
+    uses = Counter(rollout_id for line in run.lines() for rollout_id in line.rollout_ids)
+    assert (uses.total(), decoded) == (6 * 32, uses + Counter(dict.fromkeys(uses, 1)))
 
 
 def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit(serve_buffer: ServeBuffer) -> None:
@@ -184,9 +175,8 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit(ser
     ):
         with pytest.raises(BadRequestError, match=r"has 16 rollouts, the ack has \d+ policy ages and \d+ refused"):
             ack(1, **wrong)
-    with pytest.raises(
-        BadRequestError, match=r"all 16 rollouts of batch .* were refused, so its step must be a skipped"
-    ):
+    sentence = r"all 16 rollouts of batch .* were refused, so its step must be a skipped"
+    with pytest.raises(BadRequestError, match=sentence):
         ack(1, refused={"too-long": 16})
     with pytest.raises(BadRequestError, match=r"says 49 trained tokens, and the batch has 48"):
         ack(1, policy_ages=[0] * 16, num_tokens=49)
@@ -195,9 +185,9 @@ def test_the_ack_of_a_skipped_batch_counts_nothing_as_trained_and_has_to_fit(ser
     ack(3, refused={"too-long": 16}, skipped="refused")
     stats = client.stats()
     assert stats.tokens is not None
-    assert stats.tokens.trained == 42
-    assert (stats.rollouts_trained, stats.policy_age_histogram) == (14, {0: 14})
+    assert (stats.tokens.trained, stats.rollouts_trained, stats.policy_age_histogram) == (42, 14, {0: 14})
     assert stats.batches_skipped == {"non_finite": 1, "refused": 1}
     assert stats.rollouts_refused_by_trainer == {"too-long": 17, "vocabulary": 1}
-    assert Counter(line.skipped for line in entries(client)) == {None: 1, "non_finite": 1, "refused": 1}
-    assert entries(client)[0].refused == {"too-long": 1, "vocabulary": 1}
+    lines = batch_entries(client.ledger().entries)
+    assert Counter(line.skipped for line in lines) == {None: 1, "non_finite": 1, "refused": 1}
+    assert lines[0].refused == {"too-long": 1, "vocabulary": 1}

@@ -64,19 +64,18 @@ def sections_of(seed: int) -> Sections:
 
 
 def rows_of(sections: Sections, layout: Layout) -> Rows:
-    return Rows(lambda: copies_of(sections, layout), 0)
+    def copies() -> Iterator[tuple[str, str, TensorSlice]]:
+        for section, tensors in sections.items():
+            for name, tensor in tensors.items():
+                if section == "ref_logprobs" or not tensor.shape:  # whole, by the first process
+                    begin, rows = 0, tensor if layout.index == 0 else None
+                else:
+                    begin, end = layout.rows(tensor.shape)
+                    rows = tensor[begin:end].clone() if begin < end else None
+                if rows is not None:
+                    yield section, name, TensorSlice(rows, begin, tuple(tensor.shape))
 
-
-def copies_of(sections: Sections, layout: Layout) -> Iterator[tuple[str, str, TensorSlice]]:
-    for section, tensors in sections.items():
-        for name, tensor in tensors.items():
-            if section == "ref_logprobs" or not tensor.shape:
-                if layout.index == 0:
-                    yield section, name, TensorSlice(tensor, 0, tuple(tensor.shape))
-                continue
-            begin, end = layout.rows(tensor.shape)
-            if begin < end:
-                yield section, name, TensorSlice(tensor[begin:end].clone(), begin, tuple(tensor.shape))
+    return Rows(copies, 0)
 
 
 def store_of(folder: Path, layout: Layout | None = None) -> CheckpointStore:
@@ -89,9 +88,8 @@ def write(folder: Path, sections: Sections, version: str, num: int = 1, known: s
         layout = Layout(index, num)
         store = store_of(folder, layout)
         reused = {} if known is None else store.reusable_objects(PolicyVersion.parse(known))
-        part = store.begin_part(
-            PolicyVersion.parse(version), rows_of(sections, layout), known=reused, in_background=index % 2 == 0
-        )
+        rows, parsed = rows_of(sections, layout), PolicyVersion.parse(version)
+        part = store.begin_part(parsed, rows, known=reused, in_background=index % 2 == 0)
         part.upload()
         objects += part.objects
     return store_of(folder).commit(make_state(version), objects)
@@ -133,14 +131,8 @@ def test_any_number_of_processes_reads_what_another_wrote(tmp_path: Path, monkey
                 assert_holds(store_of(folder, layout), key, layout, sections)
                 if readers == writers > 1:  # its own rows, and what all share: no row that another process holds
                     cut = [each for each in objects if f"/{each.name}" in "".join(fetched)]
-                    begins = {
-                        (piece.begin, layout.rows(piece.shape)[0])
-                        for o in cut
-                        for piece in o.slices.values()
-                        if piece.shape
-                        if o.section in ("model", "optimizer")
-                    }
-                    assert all(found == own for found, own in begins)
+                    pieces = [p for o in cut if o.section in ("model", "optimizer") for p in o.slices.values()]
+                    assert all(piece.begin == layout.rows(piece.shape)[0] for piece in pieces if piece.shape)
 
 
 def test_the_rows_are_those_that_torch_gives_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +241,10 @@ class Pair:
     def __init__(
         self, folder: Path, sections: Sections, *, follower_store: Path | None = None, retry_s: float = 60.0
     ) -> None:
-        self.waits: list[str] = []
-        self.sections, self.answer = sections, b""
+        self.waits, self.restored = list[str](), cast(Any, None)
+        self.folder, self.sections, self.answer = folder, sections, b""
         recipe = make_recipe(folder, store={"url": f"file://{follower_store or folder / 'store'}"})
-        self.folder = folder
         (folder / "follower").mkdir()
-        self.restored: Any = None
         self.follower = FollowerCheckpoints(recipe, self, self, folder=folder / "follower")  # type: ignore[arg-type]
         team, store = cast(Any, self), FileStore(folder / "store")
         self.checkpoints = TeamCheckpoints(
@@ -264,8 +254,7 @@ class Pair:
 
     @contextmanager
     def lead(self, command: str, **arguments: Any) -> Iterator[None]:
-        name = {"write_part": "write", "fetch_part": "fetch", "drop_part": "drop"}.get(command, command)
-        getattr(self.follower, name)(**arguments)
+        getattr(self.follower, command.removesuffix("_part"))(**arguments)
         yield
 
     @contextmanager
@@ -292,6 +281,15 @@ class Pair:
 
     def save(self, version: str) -> str:
         return save(self.checkpoints, make_state(version), rows_of(self.sections, Layout(0, 2)))
+
+    def writer(self, patch: pytest.MonkeyPatch) -> CheckpointWriter:
+        """The writer of a leader's loop after step 1, whose uploads are those of this team."""
+        writer, learner = CheckpointWriter.__new__(CheckpointWriter), SimpleNamespace(model=torch.nn.Linear(1, 1))
+        writer._context = cast(Any, SimpleNamespace(status=self, stop=threading.Event(), learner=learner))
+        writer._progress = cast(Any, SimpleNamespace(step=1, version=PolicyVersion(1, 1)))
+        writer._upload, writer.saved = None, START
+        patch.setattr(writer, "_new", self.begin)
+        return writer
 
     def at_follower_put(self, patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
         """Call `action` before every file that the follower puts into the store."""
@@ -325,7 +323,6 @@ def test_a_follower_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pyte
 
 def test_an_own_part_that_fails_meanwhile_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, asked = Pair(tmp_path, sections_of(1)), threading.Event()
-    gather = pair.gather
 
     def refuse(_: str, path: Path) -> None:
         if not path.is_relative_to(tmp_path / "follower"):
@@ -335,16 +332,14 @@ def test_an_own_part_that_fails_meanwhile_is_not_forgotten(tmp_path: Path, monke
     def fail_meanwhile(data: bytes) -> list[bytes]:
         asked.set()
         until("the own part has failed", lambda: upload.error)
-        return gather(data)
+        return Pair.gather(pair, data)
 
     at_put(monkeypatch, refuse)
     upload = pair.begin()
     monkeypatch.setattr(pair, "gather", fail_meanwhile)
     assert upload.wait(30.0)
     assert isinstance(upload.error, StoreUnavailableError)
-    assert upload.key is None
-    assert store_of(tmp_path).versions() == []
-    assert pair.follower._jobs == {}
+    assert (upload.key, store_of(tmp_path).versions(), pair.follower._jobs) == (None, [], {})
 
 
 def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path: Path) -> None:
@@ -357,8 +352,7 @@ def test_all_copy_at_the_same_time_and_stop_when_the_leader_has_no_room(tmp_path
 
     with pytest.raises(OSError, match="No space left"):
         pair.checkpoints.begin(make_state(version), Rows(full, 0), known={}, in_background=True)
-    assert [list(each) for each in jobs] == [[version]]
-    assert pair.follower._jobs == {}
+    assert ([list(each) for each in jobs], pair.follower._jobs) == ([[version]], {})
     assert jobs[0][version].part.is_given_up
     assert_holds(store_of(tmp_path), pair.save(version), Layout(), pair.sections)
 
@@ -379,9 +373,7 @@ def test_a_checkpoint_that_is_given_up_never_appears(tmp_path: Path, monkeypatch
     upload.give_up()
     held.clear()
     assert upload.wait(10.0)
-    assert upload.key is None
-    assert upload.error is None
-    assert store_of(tmp_path).versions() == []
+    assert (upload.key, upload.error, store_of(tmp_path).versions()) == (None, None, [])
     until("the follower has stopped", lambda: list((tmp_path / "follower").iterdir()) == [])
 
 
@@ -422,12 +414,8 @@ def test_a_follower_that_does_not_fetch_in_time_is_named(tmp_path: Path, monkeyp
 def test_a_follower_that_does_not_store_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, free = Pair(tmp_path, sections_of(1)), threading.Event()
     pair.at_follower_put(monkeypatch, lambda: free.wait(10))
-    writer = CheckpointWriter.__new__(CheckpointWriter)
+    writer = pair.writer(monkeypatch)
     monkeypatch.setattr(limits, "RETRY_S", 0.05)
-    writer._context = cast(Any, SimpleNamespace(status=pair))
-    writer._progress = cast(Any, SimpleNamespace(step=1, version=PolicyVersion(1, 1)))
-    writer._upload, writer.saved = None, START
-    monkeypatch.setattr(writer, "_new", pair.begin)
     with pytest.raises(StoreUnavailableError, match=r"process 1 did not store its part of checkpoint 1-1 within"):
         writer.save()
     assert pair.waits == ["checkpoint-upload"]
@@ -456,18 +444,11 @@ def test_an_upload_without_room_waits(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(CheckpointStore, "begin_part", part)
     pair.at_follower_put(monkeypatch, lambda: until("three answers", lambda: asked.count("reply") >= 3))
     monkeypatch.setattr(pair, "lead", noted)
-    writer = CheckpointWriter.__new__(CheckpointWriter)
-    writer._context = cast(
-        Any, SimpleNamespace(status=pair, stop=threading.Event(), learner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
-    )
-    writer._progress, writer.saved = cast(Any, SimpleNamespace(step=1)), START
-    monkeypatch.setattr(writer, "_new", pair.begin)
-    versions = store_of(tmp_path).versions
+    writer, versions = pair.writer(monkeypatch), store_of(tmp_path).versions
     monkeypatch.setattr(writer, "_register_saved", lambda version, key: registered.append((key, set(versions()))))
     monkeypatch.setattr(limits, "BACKGROUND_BYTES", 1)
     writer.write()
-    assert registered == [("runs/demo/checkpoints/1-1", {PolicyVersion(1, 1)})]
-    assert pair.waits == ["checkpoint-upload"]
+    assert (registered, pair.waits) == ([("runs/demo/checkpoints/1-1", {PolicyVersion(1, 1)})], ["checkpoint-upload"])
     assert_holds(store_of(tmp_path), "runs/demo/checkpoints/1-1", Layout(), pair.sections)
 
 

@@ -20,8 +20,9 @@ from tests.support.trainer_world import World
 from tests.support.waits import until
 
 
-def _whole_every(interval: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "DeltaSettings", partial(DeltaSettings, keyframe_interval=interval))
+@pytest.fixture(autouse=True)
+def _whole_every_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "DeltaSettings", partial(DeltaSettings, keyframe_interval=3))
 
 
 def test_no_step_waits_until_deltas_are_encoded(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +41,6 @@ def test_no_step_waits_until_deltas_are_encoded(world: World, model: Path, monke
     monkeypatch.setattr(publishing, "encode_changes", late)
     monkeypatch.setattr(WeightSnapshot, "close", note)
     trainer = {"num_steps": 10, "sync_interval": 2, "checkpoint_interval": 99, "learning_rate": {"value": 1e-4}}
-    _whole_every(3, monkeypatch)
     world.train(make_recipe(model, model={"dtype": "bfloat16"}, trainer=trainer))
     manifests = [world.versions.manifest(version) for version in world.versions.versions()]
     bases = [None, "0-0", "1-2", "1-4", "1-6", "1-8"]
@@ -67,7 +67,6 @@ def test_a_delta_that_does_not_pay_is_tried_later(world: World, model: Path, mon
         return encode(*args, **kwargs)
 
     monkeypatch.setattr(publishing, "encode_changes", note)
-    _whole_every(3, monkeypatch)
     trainer = {"num_steps": 7, "sync_interval": 1, "learning_rate": {"value": 1e-2}}  # float32: every bit changes
     world.train(make_recipe(model, trainer=trainer))
     assert tried == ["0-0", "1-3", "1-6"]

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from tba.versions import PolicyVersion
-from tba.wire import Batch
-from tests.support.rollout_values import replace
 from tests.support.trainer_process import TrainerProcesses
-from tests.support.trainer_values import make_batch
+from tests.support.trainer_values import make_repeating_batch
 
 NUM_STEPS = 12
 NUM_KILLS = 3
@@ -26,22 +24,10 @@ MAX_CALLS_BEFORE_KILL = 24
 MAX_DELAY_S = 0.1
 
 
-def batch_of(step: int) -> Batch:
-    """Batches repeat rollouts, so that the reference's cache matters."""
-    first, second = make_batch(step % 3), make_batch(10 + step)
-    return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
-
-
+INTERVALS = {"sync_interval": 1, "checkpoint_interval": 1, "keep_versions": 2 * NUM_STEPS}
+RATE = {"kind": "linear", "value": 1e-2, "steps": NUM_STEPS}
 SECTIONS: dict[str, dict[str, Any]] = {
-    "trainer": {
-        "num_steps": NUM_STEPS,
-        "sync_interval": 1,
-        "checkpoint_interval": 1,
-        "keep_versions": 2 * NUM_STEPS,
-        "shuffle_rewards": True,
-        "learning_rate": {"kind": "linear", "value": 1e-2, "steps": NUM_STEPS},
-        "export": False,
-    },
+    "trainer": {**INTERVALS, "num_steps": NUM_STEPS, "shuffle_rewards": True, "learning_rate": RATE, "export": False},
     "objective": {"preset": "tba_prime", "reference_reset_steps": 3, "beta": {"value": 0.1}},
     "eval": {"every_steps": 1000},
 }
@@ -51,11 +37,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def start_run(tmp_path: Path, model: Path) -> Iterator[Callable[..., TrainerProcesses]]:
     runs: list[TrainerProcesses] = []
 
-    def start(name: str, **trainer: Any) -> TrainerProcesses:
+    def start(name: str) -> TrainerProcesses:
         (tmp_path / name).mkdir()
-        sections = {**SECTIONS, "trainer": {**SECTIONS["trainer"], **trainer}}
-        runs.append(TrainerProcesses(tmp_path / name, model, **sections))
-        runs[-1].buffer.batch_of = batch_of
+        runs.append(TrainerProcesses(tmp_path / name, model, **SECTIONS))
+        runs[-1].buffer.batch_of = make_repeating_batch
         return runs[-1]
 
     yield start

@@ -19,17 +19,9 @@ from tests.support.trainer_values import make_recipe
 
 pytestmark = pytest.mark.nightly
 TIMEOUT_S = 240.0
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = {**HEADS, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128, "vocab_size": 512}
+LLAMA: dict[str, Any] = {"model_type": "llama", "tie_word_embeddings": False, **SIZES}
 EXPERTS = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 PADDED = {**LLAMA, "model_type": "gemma"}
 """A family that is not packed."""
@@ -86,8 +78,7 @@ def test_the_host_waits_for_a_gpu_once_in_a_pass(traces: dict[str, Any], name: s
     assert all(num == 1 for line, num in waits.items() if line.startswith(STEP_WAITS)), waits
     # two micro-batches; first passes of m2po and the old policy of tba_prime_published double that; raft trains less
     assert all(num in (1, 2, 4) for line, num in waits.items() if line.startswith(PASS_WAITS)), waits
-    assert seen["blocking_copies"] == {}
-    assert seen["on_cpu"] == {}
+    assert (seen["blocking_copies"], seen["on_cpu"]) == ({}, {})
     assert all("return host.copy_(source)" in line for line in trace["snapshot"]["waits"]), trace["snapshot"]
 
 

@@ -54,8 +54,7 @@ def test_a_fork_of_a_checkpoint_is_the_run_that_continued(trained: World, model:
     fork = forked(tmp_path, trained, "1-4", "fork")
     fork.train(fork_recipe(model, "fork"))
     buffer = fork.buffer
-    assert buffer.parents == {1: "0-0", 2: "1-4"}
-    assert buffer.marks == ["2-4", "2-6", "2-8"]
+    assert (buffer.parents, buffer.marks) == ({1: "0-0", 2: "1-4"}, ["2-4", "2-6", "2-8"])
     assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(2, step) for step in range(5, 9)]
     losses = [[ack.metrics["loss"] for _, step, ack in b.acks if step > 4] for b in (trained.buffer, buffer)]
     assert losses[0] == losses[1]
@@ -65,9 +64,7 @@ def test_a_fork_of_a_checkpoint_is_the_run_that_continued(trained: World, model:
     assert fork.checkpoints() == ["2-5", "2-8"], "soon one of its own"
 
 
-def test_a_fork_of_a_version_without_a_checkpoint_takes_its_weights(
-    trained: World, model: Path, tmp_path: Path
-) -> None:
+def test_a_fork_of_a_version_without_a_checkpoint_has_its_weights(trained: World, model: Path, tmp_path: Path) -> None:
     fork = forked(tmp_path, trained, "1-6", "light")
     fork.train(fork_recipe(model, "light"))
     assert fork.buffer.marks == ["2-6", "2-8"]
@@ -93,8 +90,7 @@ def test_a_fork_that_stops_early_starts_from_its_version_again(trained: World, m
     fork.train_until_killed(fork_recipe(model, "again"), "ack")
     assert fork.buffer.checkpoint is None
     fork.train(fork_recipe(model, "again"))
-    assert fork.buffer.parents == {1: "0-0", 2: "1-4", 3: "1-4"}
-    assert fork.buffer.marks == ["2-4", "3-4", "3-6", "3-8"]
+    assert (fork.buffer.parents, fork.buffer.marks) == ({1: "0-0", 2: "1-4", 3: "1-4"}, ["2-4", "3-4", "3-6", "3-8"])
     assert "eval-3-4" in fork.buffer.evals
 
 
@@ -113,9 +109,7 @@ def test_a_version_that_is_not_there_and_a_damaged_one_are_refused(trained: Worl
 
 
 @pytest.mark.parametrize("version", ["1-4", None])
-def test_another_starting_model_than_that_of_the_snapshot_is_refused(
-    trained: World, tmp_path: Path, version: str | None
-) -> None:
+def test_a_model_other_than_the_snapshots_is_refused(trained: World, tmp_path: Path, version: str | None) -> None:
     fork = forked(tmp_path, trained, version, "refused")
     other = make_tiny_model(tmp_path / "other", seed=1, hidden_size=32)
     with pytest.raises(ConfigError, match="is not the model that run 'demo' of snapshot"):
@@ -123,13 +117,10 @@ def test_another_starting_model_than_that_of_the_snapshot_is_refused(
     assert fork.buffer.lineage == 1
 
 
-def test_a_run_that_begins_with_rollouts_alone_starts_from_the_start(
-    trained: World, model: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_begins_with_rollouts_alone_starts_at_the_start(trained: World, model: Path, tmp_path: Path) -> None:
     fork = forked(tmp_path, trained, None, "offline")
     fork.train(fork_recipe(model, "offline", trainer={"num_steps": 2}, searcher={"num_searchers": 0}))
-    assert fork.buffer.parents == {1: "0-0", 2: "0-0"}
-    assert fork.buffer.marks == ["0-0", "2-2"]
+    assert (fork.buffer.parents, fork.buffer.marks) == ({1: "0-0", 2: "0-0"}, ["0-0", "2-2"])
     assert fork.buffer.evals == {}, "nobody could do them"
     assert fork.buffer.state == "done"
 

@@ -32,6 +32,8 @@ from tests.support.waits import DEADLINE_S, until
 Change = Mapping[int, dict[str, float | None]]
 Measured = Callable[..., None]
 FINE: dict[str, float | None] = {"ess": 0.9, "log_ratio_token_mean": 0.0}
+LOW: dict[str, float | None] = {"ess": 0.01}
+ROLLBACK = {"non_finite": {"action": "rollback"}}
 
 
 @pytest.fixture
@@ -54,29 +56,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 
 
 def recipe(model: Path, guards: dict[str, Any] | None = None, **trainer: Any) -> Any:
-    rate = {"value": 1e-2}
-    return make_recipe(
-        model, trainer={"guards": make_guards(**guards or {}), "learning_rate": rate, "sync_interval": 1, **trainer}
-    )
-
-
-def throw_weights_away(monkeypatch: pytest.MonkeyPatch, *, at_step: int) -> None:
-    """The `at_step`-th step of the optimizer makes the weights so large that every later gradient overflows. A large
-    learning rate alone does that on some CPUs and not on others."""
-    take_step, num_taken = torch.optim.AdamW.step, 0
-
-    def step(optimizer: torch.optim.AdamW, *args: Any) -> Any:
-        nonlocal num_taken
-        num_taken += 1
-        result = take_step(optimizer, *args)
-        if num_taken == at_step:
-            with torch.no_grad():
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.mul_(1e25)
-        return result
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    usual = {"guards": make_guards(**guards or {}), "learning_rate": {"value": 1e-2}, "sync_interval": 1}
+    return make_recipe(model, trainer={**usual, **trainer})
 
 
 def without_rewards(batch: Batch) -> Batch:
@@ -87,8 +68,7 @@ def without_rewards(batch: Batch) -> Batch:
 def test_a_step_that_is_not_finite_is_skipped_in_the_ledger(world: World, model: Path, measured: Measured) -> None:
     measured({3: {"loss": math.nan, "grad_norm": math.nan}})
     world.train(recipe(model))
-    assert world.buffer.state == "done"
-    assert world.skipped() == {1: None, 2: None, 3: "non_finite", 4: None}
+    assert (world.buffer.state, world.skipped()) == ("done", {1: None, 2: None, 3: "non_finite", 4: None})
     assert world.buffer.acks[2][2].metrics["loss"] is None
     assert [ack.metrics["skipped"] for _, _, ack in world.buffer.acks] == [0.0, 0.0, 1.0, 0.0]
     assert [ack.metrics.get("alarm_non_finite") for _, _, ack in world.buffer.acks] == [None, None, 1.0, None]
@@ -112,10 +92,8 @@ def test_a_skipped_step_moves_schedules_alone(tmp_path: Path, model: Path, prese
             measured({})
             world.buffer.batch_of = lambda step: without_rewards(make_batch(step)) if step == 3 else make_batch(step)
         world.train(settings)
-    assert worlds[0].skipped()[3] == "non_finite"
-    assert worlds[1].skipped()[3] == "refused"
-    assert worlds[1].buffer.acks[2][2].refused == {"no-reward": 12}
-    assert worlds[1].buffer.acks[2][2].policy_ages == []
+    assert (worlds[0].skipped()[3], worlds[1].skipped()[3]) == ("non_finite", "refused")
+    assert (worlds[1].buffer.acks[2][2].refused, worlds[1].buffer.acks[2][2].policy_ages) == ({"no-reward": 12}, [])
     assert same(worlds[0].tensors("1-5"), worlds[1].tensors("1-5"))
     rates = [ack.metrics["learning_rate"] for _, _, ack in worlds[1].buffer.acks]
     assert rates == pytest.approx([1e-2 * (8 - i) / 8 for i in range(5)])
@@ -144,8 +122,7 @@ def test_too_many_skipped_batches_in_a_row_fail_the_run_which_a_restart_resumes(
     assert world.skipped() == {1: None, 2: None, 3: "refused", 4: "refused", 5: "refused"}
     world.buffer.batch_of = make_batch
     world.train(settings)
-    assert world.buffer.state == "done"
-    assert world.buffer.parents == {1: "0-0", 2: "1-4"}
+    assert (world.buffer.state, world.buffer.parents) == ("done", {1: "0-0", 2: "1-4"})
 
 
 def test_samplers_with_another_model_fail_the_run_before_its_first_update(world: World, model: Path) -> None:
@@ -175,7 +152,7 @@ def test_what_measures_the_temperatures_alone_is_no_alarm(tmp_path: Path, model:
 
 
 def test_pause_skips_the_batch_and_the_run_waits_for_resume(world: World, model: Path, measured: Measured) -> None:
-    measured({2: {"ess": 0.01}})
+    measured({2: LOW})
     paused: list[str | None] = []
 
     def before(method: str) -> None:
@@ -194,28 +171,26 @@ def test_pause_skips_the_batch_and_the_run_waits_for_resume(world: World, model:
 @pytest.mark.parametrize(("bad_step", "back_to"), [(6, 4), (5, 2)])
 def test_rollback_to_a_good_step(tmp_path: Path, model: Path, measured: Measured, bad_step: int, back_to: int) -> None:
     """Fed the same batches, the run ends with the weights of a run in which nothing was wrong."""
-    guards = {"non_finite": {"action": "rollback"}, "grad_spike": {"window_steps": 4, "factor": 1000.0}}
+    guards = {**ROLLBACK, "grad_spike": {"window_steps": 4, "factor": 1000.0}}
     settings = recipe(model, guards, num_steps=7, checkpoint_interval=2)
     smooth, bumpy = World(tmp_path / "smooth"), World(tmp_path / "bumpy")
     smooth.train(settings)
     measured({bad_step: {"grad_norm": math.nan}})
     bumpy.train(settings)
     buffer = bumpy.buffer
-    assert buffer.state == "done"
-    assert buffer.parents == {1: "0-0", 2: f"1-{back_to}"}
+    assert (buffer.state, buffer.parents) == ("done", {1: "0-0", 2: f"1-{back_to}"})
     assert [(lineage, step, ack.skipped) for lineage, step, ack in buffer.acks] == [
         *((1, step, None) for step in range(1, bad_step)),
         (1, bad_step, "non_finite"),
         *((2, step, None) for step in range(back_to + 1, 8)),
     ]
     assert same(smooth.tensors("1-7"), bumpy.tensors("2-7"))
-    assert buffer.beats[-1].gauges["rollbacks"] == 1.0
-    assert buffer.beats[-1].gauges["alarms_non_finite"] == 1.0
+    assert (buffer.beats[-1].gauges["rollbacks"], buffer.beats[-1].gauges["alarms_non_finite"]) == (1.0, 1.0)
 
 
 def test_a_crash_after_a_rollback_leads_to_no_suspect(world: World, model: Path, measured: Measured) -> None:
     measured({5: {"grad_norm": math.nan}})
-    settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
+    settings = recipe(model, ROLLBACK, num_steps=6, checkpoint_interval=2)
     world.train_until_killed(settings, "ack", lineage=2)
     assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")  # 1-4 was, which no good step followed
     world.train(settings)
@@ -224,9 +199,7 @@ def test_a_crash_after_a_rollback_leads_to_no_suspect(world: World, model: Path,
 
 def test_a_crash_after_a_rollback_to_the_start_forgets_nothing(world: World, model: Path, measured: Measured) -> None:
     measured({3: {"grad_norm": math.nan}})
-    settings = recipe(
-        model, {"non_finite": {"action": "rollback"}, "max_rollbacks": 1}, num_steps=4, checkpoint_interval=2
-    )
+    settings = recipe(model, {**ROLLBACK, "max_rollbacks": 1}, num_steps=4, checkpoint_interval=2)
     world.train_until_killed(settings, "run", lineage=2)  # nothing but the lineage itself has been asked for
     assert world.buffer.checkpoint is None  # 1-2 was: the only checkpoint
     measured({3: {"grad_norm": math.nan}})
@@ -236,7 +209,7 @@ def test_a_crash_after_a_rollback_to_the_start_forgets_nothing(world: World, mod
 
 
 def test_why_a_run_fails_is_raised_where_nobody_can_be_told(world: World, model: Path, measured: Measured) -> None:
-    measured({2: {"ess": 0.01}})
+    measured({2: LOW})
     world.buffer.before = failing(9, lambda: UnavailableError("the buffer is away"), "command:fail")
     guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
     with pytest.raises(GuardError, match=r"step 1-2: ess_collapse: the effective sample size is"):
@@ -246,9 +219,7 @@ def test_why_a_run_fails_is_raised_where_nobody_can_be_told(world: World, model:
 
 def test_an_evaluation_that_a_rollback_cut_off_is_asked_again(world: World, model: Path, measured: Measured) -> None:
     measured({4: {"loss": math.nan}})
-    settings = recipe(
-        model, {"non_finite": {"action": "rollback"}}, num_steps=8, checkpoint_interval=2, sync_interval=3
-    )
+    settings = recipe(model, ROLLBACK, num_steps=8, checkpoint_interval=2, sync_interval=3)
     settings = settings.model_copy(update={"eval": settings.eval.model_copy(update={"every_steps": 2})})
     world.train(settings)
     assert world.buffer.parents == {1: "0-0", 2: "1-2"}
@@ -258,11 +229,10 @@ def test_an_evaluation_that_a_rollback_cut_off_is_asked_again(world: World, mode
 
 def test_too_many_rollbacks_without_a_checkpoint_fail(world: World, model: Path, measured: Measured) -> None:
     measured({2: {"loss": math.inf}}, always=True)
-    settings = recipe(model, {"non_finite": {"action": "rollback"}, "max_rollbacks": 2})
+    settings = recipe(model, {**ROLLBACK, "max_rollbacks": 2})
     with pytest.raises(GuardError, match=r"step 3-2: non_finite: .*; rollbacks so far: 2, and"):
         world.train(settings)
-    assert world.buffer.parents == {1: "0-0", 2: "0-0", 3: "0-0"}
-    assert world.buffer.state == "failed"
+    assert (world.buffer.parents, world.buffer.state) == ({1: "0-0", 2: "0-0", 3: "0-0"}, "failed")
     assert [(lineage, step) for lineage, step, _ in world.buffer.acks] == [(n, s) for n in (1, 2, 3) for s in (1, 2)]
 
 
@@ -270,32 +240,25 @@ def test_too_many_rollbacks_without_a_checkpoint_fail(world: World, model: Path,
 def test_the_checkpoint_of_a_rollback_survives_more(world: World, model: Path, measured: Measured, keep: int) -> None:
     """Step 5 is never finite: the checkpoint of step 4 is suspect each time, and 1-2 is the only one to go back to."""
     measured({5: {"loss": math.inf}}, always=True)
-    settings = recipe(
-        model,
-        {"non_finite": {"action": "rollback"}, "max_rollbacks": 3},
-        num_steps=6,
-        checkpoint_interval=2,
-        keep_checkpoints=keep,
-    )
+    guards = {**ROLLBACK, "max_rollbacks": 3}
+    settings = recipe(model, guards, num_steps=6, checkpoint_interval=2, keep_checkpoints=keep)
     with pytest.raises(GuardError, match=r"a run may have no more.* continues from checkpoint 1-2: no good step"):
         world.train(settings)
-    assert world.buffer.parents == {1: "0-0", 2: "1-2", 3: "1-2", 4: "1-2"}
-    assert world.checkpoints() == ["1-2", "4-4"]
+    assert (world.buffer.parents, world.checkpoints()) == ({1: "0-0", 2: "1-2", 3: "1-2", 4: "1-2"}, ["1-2", "4-4"])
 
 
 def test_a_rollback_whose_older_checkpoints_are_gone_fails(world: World, model: Path, measured: Measured) -> None:
     measured({5: {"grad_norm": math.nan}})
     world.at("ack", lambda: world.store.delete("runs/demo/checkpoints/1-2/manifest.json"), step=4)
-    settings = recipe(model, {"non_finite": {"action": "rollback"}}, num_steps=6, checkpoint_interval=2)
+    settings = recipe(model, ROLLBACK, num_steps=6, checkpoint_interval=2)
     with pytest.raises(GuardError, match=r"from checkpoint 1-4, .* \(the last one was 1-2\) are gone or damaged"):
         world.train(settings)
-    assert world.buffer.state == "failed"
-    assert world.buffer.parents == {1: "0-0"}
+    assert (world.buffer.state, world.buffer.parents) == ("failed", {1: "0-0"})
 
 
 def test_a_run_that_fails_by_skipping_continues_from_a_good_one(world: World, model: Path, measured: Measured) -> None:
     """Skipping writes checkpoints of the same bad weights, at steps 4 to 6: a start continues from none of them."""
-    bad = {step: {"ess": 0.01} for step in (4, 5, 6, 7)}
+    bad = dict.fromkeys((4, 5, 6, 7), LOW)
     measured(bad, always=True)
     guards = {"ess_collapse": {"patience_steps": 1, "action": "skip"}, "max_skipped_in_row": 3}
     settings = recipe(model, guards, num_steps=8, checkpoint_interval=1, keep_checkpoints=2)
@@ -305,53 +268,57 @@ def test_a_run_that_fails_by_skipping_continues_from_a_good_one(world: World, mo
     assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
     bad.clear()
     world.train(settings)
-    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
-    assert world.buffer.state == "done"
+    assert (world.buffer.parents, world.buffer.state) == ({1: "0-0", 2: "1-2"}, "done")
     assert world.checkpoints() == ["2-7", "2-8"]
 
 
 def test_a_failed_run_says_that_its_only_one_is_suspect(world: World, model: Path, measured: Measured) -> None:
-    measured({2: {"ess": 0.01}})
+    measured({2: LOW})
     guards = {"ess_collapse": {"patience_steps": 1, "action": "fail"}}
     with pytest.raises(GuardError, match=r"step 1-2: ess_collapse: the effective sample size is 0\.010 of") as caught:
         world.train(recipe(model, guards, checkpoint_interval=1))
     assert "from checkpoint 1-1, the only one, which no good step followed; consider" in str(caught.value)
-    assert world.buffer.checkpoint == ("1-1", "runs/demo/checkpoints/1-1")
-    assert world.buffer.state == "failed"
+    assert (world.buffer.checkpoint, world.buffer.state) == (("1-1", "runs/demo/checkpoints/1-1"), "failed")
     assert world.skipped() == {1: None, 2: "ess_collapse"}
 
 
 def test_no_checkpoint_is_registered_while_such_an_alarm_is_on(world: World, model: Path, measured: Measured) -> None:
     """The condition holds from step 4 on and rolls back at step 6. Step 4 measures the weights of step 3, so the
     run must not go back to them either."""
-    low: dict[str, float | None] = {"ess": 0.01}
-    measured({4: low, 5: low, 6: low})
+    measured(dict.fromkeys((4, 5, 6), LOW))
     guards = {"ess_collapse": {"patience_steps": 3, "action": "rollback"}}
     world.train(recipe(model, guards, num_steps=7, checkpoint_interval=1))
-    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
-    assert world.buffer.state == "done"
+    assert (world.buffer.parents, world.buffer.state) == ({1: "0-0", 2: "1-2"}, "done")
 
 
 def test_sigterm_while_such_an_alarm_is_on_leaves_a_good_one(world: World, model: Path, measured: Measured) -> None:
-    measured({3: {"ess": 0.01}})
+    measured({3: LOW})
     guards = {"ess_collapse": {"patience_steps": 3, "action": "rollback"}}
     settings = recipe(model, guards, num_steps=6, checkpoint_interval=1)
     world.stop_after(3)
     world.train(settings)
     assert world.buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
     world.train(settings)
-    assert world.buffer.parents == {1: "0-0", 2: "1-2"}
-    assert world.buffer.state == "done"
+    assert (world.buffer.parents, world.buffer.state) == ({1: "0-0", 2: "1-2"}, "done")
 
 
 def test_a_run_that_really_diverges_fails(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 1 throws the weights so far away that every later gradient is NaN: nothing more is applied or kept."""
-    throw_weights_away(monkeypatch, at_step=1)
+    """Step 1 throws the weights so far away that every later gradient is NaN: nothing more is applied or kept. A large
+    learning rate alone does that on some CPUs and not on others."""
+    take_step, taken = torch.optim.AdamW.step, list[torch.optim.AdamW]()
+
+    def step(optimizer: torch.optim.AdamW, *args: Any) -> Any:
+        result = take_step(optimizer, *args)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if not taken):
+            parameter.data.mul_(1e25)
+        taken.append(optimizer)
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     settings = recipe(model, {"max_skipped_in_row": 4}, num_steps=30, checkpoint_interval=2)
     with pytest.raises(GuardError, match=r"step 1-6: non_finite: the loss is .* 5 batches in a row were skipped"):
         world.train(settings)
-    assert world.buffer.state == "failed"
-    assert world.buffer.checkpoint is None
+    assert (world.buffer.state, world.buffer.checkpoint) == ("failed", None)
     assert world.skipped() == {1: None} | dict.fromkeys(range(2, 7), "non_finite")
     for version in world.buffer.marks:
         assert all(torch.isfinite(tensor).all() for tensor in world.tensors(version).values())
@@ -359,7 +326,7 @@ def test_a_run_that_really_diverges_fails(world: World, model: Path, monkeypatch
 
 def test_guards_remember_through_a_checkpoint(world: World, model: Path, measured: Measured) -> None:
     """Two of three bad steps before SIGTERM, the third after it: the alarm goes off as if nothing had happened."""
-    measured({2: {"ess": 0.01}, 3: {"ess": 0.01}, 4: {"ess": 0.01}})
+    measured(dict.fromkeys((2, 3, 4), LOW))
     settings = recipe(model, {"ess_collapse": {"patience_steps": 3, "action": "skip"}}, num_steps=5)
     world.stop_after(3)
     world.train(settings)
@@ -368,7 +335,7 @@ def test_guards_remember_through_a_checkpoint(world: World, model: Path, measure
 
 
 def test_a_void_batch_leaves_the_guards_as_they_were(world: World, model: Path, measured: Measured) -> None:
-    measured({2: {"ess": 0.01}})
+    measured({2: LOW})
     refuse = failing(1, lambda: VoidBatchError("batch-2 is void"), "ack")
     world.buffer.before = lambda method: refuse(method) if world.buffer.step == 1 else None
     world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "skip"}}))
@@ -379,8 +346,7 @@ def test_a_void_batch_leaves_the_guards_as_they_were(world: World, model: Path, 
 def test_an_answer_that_is_no_batch_is_counted_and_asked_for_again(world: World, model: Path) -> None:
     world.buffer.before = failing(MAX_DAMAGED - 1, lambda: MalformedError("batch: not msgpack"), "draw_batch")
     world.train(recipe(model, num_steps=3))
-    assert world.buffer.state == "done"
-    assert world.buffer.beats[-1].gauges["num_damaged_batches"] == MAX_DAMAGED - 1
+    assert (world.buffer.state, world.buffer.beats[-1].gauges["num_damaged_batches"]) == ("done", MAX_DAMAGED - 1)
 
 
 def test_answers_that_are_never_a_batch_end_with_what_to_do(world: World, model: Path) -> None:

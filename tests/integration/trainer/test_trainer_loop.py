@@ -26,26 +26,21 @@ from tba.errors import (
     WaitTimeoutError,
 )
 from tba.versions import PolicyVersion
-from tba.wire import Batch
-from tests.support.rollout_values import replace
 from tests.support.stored_checkpoint import object_keys
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
-from tests.support.trainer_world import World, at_put, failing, raising, same
+from tests.support.trainer_values import RecordedBuffer, make_recipe, make_repeating_batch
+from tests.support.trainer_world import World, at_put, failing, raising, refuse_puts, same
 
 
 def test_a_run_publishes_in_order_checkpoints_evaluates_exports_and_is_done(world: World, model: Path) -> None:
     world.train(make_recipe(model, trainer={"num_steps": 5, "sync_interval": 2, "checkpoint_interval": 3}))
     buffer = world.buffer
-    assert buffer.state == "done"
-    assert [str(v) for v in world.versions.versions()] == ["0-0", "1-2", "1-4", "1-5"]
+    assert (buffer.state, [str(v) for v in world.versions.versions()]) == ("done", ["0-0", "1-2", "1-4", "1-5"])
     assert buffer.marks == ["0-0", "1-2", "1-4", "1-5"]
     assert [world.versions.manifest(v).parent for v in world.versions.versions()] == [None, "0-0", "1-2", "1-4"]
     assert [(lineage, step) for lineage, step, _ in buffer.acks] == [(1, s) for s in range(1, 6)]
-    names = (
-        "loss reward_mean accuracy policy_age_mean policy_age_max ess log_ratio_mean kl_to_ref grad_norm beta wait_s"
-    )
-    names += " learning_rate num_tokens step_s train_s num_unique_rollouts"
+    names = "loss reward_mean accuracy policy_age_mean policy_age_max ess log_ratio_mean kl_to_ref grad_norm beta"
+    names += " wait_s learning_rate num_tokens step_s train_s num_unique_rollouts"
     assert all(ack.metrics.keys() >= set(names.split()) for _, _, ack in buffer.acks)
     ages = [(ack.policy_ages, ack.metrics["logprob_gap_on_policy"] is None) for _, _, ack in buffer.acks]
     assert ages == [([age] * 12, age > 0) for age in range(5)]
@@ -64,13 +59,8 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
         trainer={"num_steps": 8, "sync_interval": 3, "shuffle_rewards": True, "learning_rate": {"value": 1e-2}},
         objective={"preset": preset, "beta": 0.1} | ({"reference_reset_steps": 3} if "prime" in preset else {}),
     )
-
-    def batch_of(step: int) -> Batch:
-        first, second = make_batch(step % 3), make_batch(10 + step)
-        return replace(second, groups=(*second.groups[:2], first.groups[step % 2]))
-
     whole, broken = World(tmp_path / "whole"), World(tmp_path / "broken")
-    whole.buffer.batch_of = broken.buffer.batch_of = batch_of
+    whole.buffer.batch_of = broken.buffer.batch_of = make_repeating_batch
     whole.train(recipe)
     broken.stop_after(4)
     broken.train(recipe)
@@ -92,8 +82,7 @@ def test_a_resumed_lineage_announces_its_parents_weights_under_its_own_name(worl
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     world.train(make_recipe(model, trainer={"sync_interval": 2}))
     marks = [mark for mark in world.buffer.marks if mark != "1-2"]  # the stop may come before it is published
-    assert marks == ["0-0", "2-3", "2-4"]
-    assert world.versions.manifest(PolicyVersion(2, 3)).parent == "1-3"
+    assert (marks, world.versions.manifest(PolicyVersion(2, 3)).parent) == (["0-0", "2-3", "2-4"], "1-3")
     assert "eval-2-3" not in world.buffer.evals
 
 
@@ -101,8 +90,7 @@ def test_a_restart_without_a_checkpoint_begins_again_at_the_starting_model(world
     world.train_until_killed(make_recipe(model), "ack")
     assert world.buffer.state == "running"
     world.train(make_recipe(model))
-    assert world.buffer.parents == {1: "0-0", 2: "0-0"}
-    assert world.buffer.marks == ["0-0", "0-0", "2-4"]
+    assert (world.buffer.parents, world.buffer.marks) == ({1: "0-0", 2: "0-0"}, ["0-0", "0-0", "2-4"])
 
 
 @pytest.mark.parametrize("is_same_start", [False, True], ids=["its volume was replaced", "a copy of the same start"])
@@ -151,23 +139,19 @@ def test_a_stop_during_the_last_checkpoint_asks_nothing_of_a_buffer_that_ends_to
 
     world.buffer.before = end_both
     world.train(make_recipe(model))
-    assert world.buffer.state == "running"
-    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    assert (world.buffer.state, world.buffer.checkpoint) == ("running", ("1-4", "runs/demo/checkpoints/1-4"))
 
 
 def test_a_stop_during_the_final_evaluation_is_resumed_and_evaluated(world: World, model: Path) -> None:
     world.buffer.eval_state = "pending"
-    world.buffer.before = lambda method: world.stop.set() if method == "get_eval" else None
+    world.at("get_eval", world.stop.set)
     world.train(make_recipe(model))
-    assert world.buffer.state == "running"
-    assert world.buffer.checkpoint == ("1-4", "runs/demo/checkpoints/1-4")
+    assert (world.buffer.state, world.buffer.checkpoint) == ("running", ("1-4", "runs/demo/checkpoints/1-4"))
     world.buffer.eval_state = "done"
     world.buffer.before = lambda method: None
     world.train(make_recipe(model))
-    assert world.buffer.state == "done"
-    assert world.buffer.marks[-1] == "2-4"
-    assert world.buffer.evals["eval-2-4"].num_prompts == 512
-    assert len(world.buffer.acks) == 4
+    assert (world.buffer.state, world.buffer.marks[-1]) == ("done", "2-4")
+    assert (world.buffer.evals["eval-2-4"].num_prompts, len(world.buffer.acks)) == (512, 4)
     assert same(world.tensors("1-4"), world.tensors("2-4"))
 
 
@@ -191,8 +175,7 @@ def test_a_stop_without_the_store(world: World, model: Path, monkeypatch: pytest
     last = "1-3" if away == "checkpoints" else "1-4"
     assert world.buffer.checkpoint == (last, f"runs/demo/checkpoints/{last}")
     world.train(recipe)
-    assert world.buffer.state == "done"
-    assert world.buffer.marks[-1] == "2-4"
+    assert (world.buffer.state, world.buffer.marks[-1]) == ("done", "2-4")
     assert world.store.list("runs/demo/export/")
 
 
@@ -215,16 +198,14 @@ def test_what_a_crash_left_without_a_manifest_is_deleted_by_the_next_start(world
 
 
 def test_old_checkpoints_and_versions_are_deleted(world: World, model: Path) -> None:
-    world.train(
-        make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "keep_versions": 2, "checkpoint_interval": 2})
-    )
+    trainer = {"num_steps": 9, "sync_interval": 1, "keep_versions": 2, "checkpoint_interval": 2}
+    world.train(make_recipe(model, trainer=trainer))
     checkpoints = {key.split("/")[3] for key in world.store.list("runs/demo/checkpoints/")}
     assert checkpoints == {"1-8", "1-9", "objects"}
     named = {key for v in ("1-8", "1-9") for key in object_keys(world.store, f"runs/demo/checkpoints/{v}")}
     assert set(world.store.list("runs/demo/checkpoints/objects/")) == named
     kept = [str(v) for v in world.versions.versions()]
-    assert kept[0] == "0-0"
-    assert kept[-2:] == ["1-8", "1-9"]
+    assert (kept[0], kept[-2:]) == ("0-0", ["1-8", "1-9"])
     assert len(kept) < 9
 
 
@@ -244,7 +225,8 @@ def test_a_failed_checkpoint_is_tried_at_a_sync(world: World, model: Path, monke
 
 
 def test_a_start_waits_for_store_and_buffer(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, run, late = world.store.check, world.buffer.run, ["store", "store", "buffer", "buffer"]
+    check, run, late = world.store.check, world.buffer.run, ["store", "store", "buffer", "buffer", "nothing"]
+    recipe = make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1})
 
     def check_late(*, write: bool = False) -> None:
         if late[0] == "store":
@@ -260,41 +242,30 @@ def test_a_start_waits_for_store_and_buffer(world: World, model: Path, monkeypat
 
     monkeypatch.setattr(world.store, "check", check_late)
     monkeypatch.setattr(world.buffer, "run", run_late)
-    late.append("nothing")
-    world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
+    world.train(recipe)
     assert (world.buffer.state, late) == ("done", ["nothing"])
     # and not for ever
     monkeypatch.setattr("tba_trainer.trainer.START_WAIT_S", 0.0)
     late.insert(0, "buffer")
     with pytest.raises(WaitTimeoutError, match=r"wait 'buffer-start': .*does not answer"):
-        world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
+        world.train(recipe)
     refused = StoreUnavailableError("access denied")  # waiting cannot help
     monkeypatch.setattr(world.store, "check", lambda **_: (_ for _ in ()).throw(refused))
     with pytest.raises(StoreUnavailableError, match="access denied"):
-        world.train(make_recipe(model, trainer={"num_steps": 1, "sync_interval": 1}))
+        world.train(recipe)
 
 
 def test_training_continues_without_the_store(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is away from the first version on until step 6 is done; then everything is published in order."""
-
-    def sometimes(key: str, path: Path) -> None:
-        if "/weights/1-" in key and world.buffer.step < 6:
-            raise StoreUnavailableError("the store is away")
-
-    at_put(monkeypatch, sometimes)
+    refuse_puts(monkeypatch, lambda key: "/weights/1-" in key and world.buffer.step < 6)
     world.train(make_recipe(model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 100}))
-    assert world.buffer.marks == ["0-0", "1-2", "1-4", "1-6"]
-    assert world.buffer.state == "done"
+    assert (world.buffer.marks, world.buffer.state) == (["0-0", "1-2", "1-4", "1-6"], "done")
 
 
 def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_says_why(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(key: str, path: Path) -> None:
-        if "/weights/1-" in key:
-            raise StoreUnavailableError("the store is away")
-
-    at_put(monkeypatch, never)
+    refuse_puts(monkeypatch, lambda key: "/weights/1-" in key)
     monkeypatch.setattr("tba_trainer.loop.status.HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(limits, "MAX_UNPUBLISHED_VERSIONS", 2)
     monkeypatch.setattr(limits, "RETRY_S", 3.0)
@@ -303,8 +274,7 @@ def test_training_waits_by_name_when_too_many_versions_are_unpublished_and_then_
         world.train(make_recipe(model, trainer=trainer))
     assert world.buffer.step == 3  # versions 1 and 2 wait, the third has no place
     assert world.buffer.state == "running"
-    waits = {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
-    assert "unpublished-versions" in waits
+    assert "unpublished-versions" in world.waits()
 
 
 def test_a_version_is_announced_again_and_never_before_it_exists(world: World, model: Path) -> None:
@@ -324,9 +294,7 @@ def test_a_fenced_trainer_stops_and_writes_nothing_more(world: World, model: Pat
     world.at("ack", lambda: setattr(world.buffer, "lineage", 2), step=2)  # a newer trainer has started
     with pytest.raises(FencedError):
         world.train(make_recipe(model, trainer={"num_steps": 9, "sync_interval": 1, "checkpoint_interval": 9}))
-    assert world.buffer.step == 2
-    assert world.buffer.state == "running"
-    assert world.store.list("runs/demo/checkpoints/") == []
+    assert (world.buffer.step, world.buffer.state, world.store.list("runs/demo/checkpoints/")) == (2, "running", [])
     assert world.store.list("runs/demo/export/") == []
 
 
@@ -356,7 +324,7 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
-    world.buffer.before = failing(99, lambda: VoidBatchError("batch is void"), "ack")
+    world.at("ack", raising(VoidBatchError("batch is void")))
     with pytest.raises(TbaError, match=r"5 batches in a row were void before step 1 .* raise buffer\.batch_deadline_s"):
         world.train(make_recipe(model))
     assert world.buffer.acks == []
@@ -376,9 +344,7 @@ def test_an_ack_that_is_refused_for_another_reason_ends_the_trainer(world: World
 
 
 def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> None:
-    world.buffer.before = failing(
-        9999, lambda: BusyError("too few rollouts", retry_after_s=0.05, wait="rollouts"), "draw_batch"
-    )
+    world.at("draw_batch", raising(BusyError("too few rollouts", retry_after_s=0.05, wait="rollouts")))
     with pytest.raises(WaitTimeoutError, match=r"no batch for step 1 within 1 s: the wait is 'rollouts'"):
         world.train(make_recipe(model, trainer={"batch_wait_s": 1.0}))
 
@@ -386,21 +352,17 @@ def test_no_batch_ends_with_the_name_of_the_wait(world: World, model: Path) -> N
 def test_a_paused_run_does_not_use_up_the_wait_for_a_batch(world: World, model: Path) -> None:
     begin_s: list[float] = []
 
-    def waits() -> set[str]:
-        return {beat.wait.name for beat in world.buffer.beats if beat.wait is not None}
+    def be_paused() -> None:
+        begin_s.append(time.monotonic())
+        paused_s = begin_s[-1] - begin_s[0]
+        # also until a heartbeat has told it
+        if paused_s < 2.0 or ("run-paused" not in world.waits() and paused_s < 60.0):
+            raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
 
-    def before(method: str) -> None:
-        if method == "draw_batch":
-            begin_s.append(time.monotonic())
-            paused_s = begin_s[-1] - begin_s[0]
-            # also until a heartbeat has told it
-            if paused_s < 2.0 or ("run-paused" not in waits() and paused_s < 60.0):
-                raise BusyError("paused", retry_after_s=0.05, wait="run-paused")
-
-    world.buffer.before = before
+    world.at("draw_batch", be_paused)
     world.train(make_recipe(model, trainer={"batch_wait_s": 1.5}))
     assert world.buffer.state == "done"
-    assert "run-paused" in waits()
+    assert "run-paused" in world.waits()
 
 
 def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World, model: Path) -> None:
@@ -408,8 +370,7 @@ def test_a_stopping_run_is_published_checkpointed_exported_and_done(world: World
     world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
     last = f"1-{world.buffer.step}"
     assert world.buffer.step in (3, 4)  # the batch drawn ahead is still used
-    assert world.buffer.marks == ["0-0", last]
-    assert world.buffer.checkpoint == (last, f"runs/demo/checkpoints/{last}")
+    assert (world.buffer.marks, world.buffer.checkpoint) == (["0-0", last], (last, f"runs/demo/checkpoints/{last}"))
     assert world.store.list("runs/demo/export/")
     assert world.buffer.state == "done"
     assert f"trained to version {last}, step {world.buffer.step} of 50: " in str(world.buffer.reason)
@@ -419,8 +380,7 @@ def test_a_run_that_the_buffer_has_failed_stays_failed(world: World, model: Path
     world.at("ack", lambda: setattr(world.buffer, "state", "failed"), step=2)
     with pytest.raises(RunFailedError, match="the run has failed"):
         world.train(make_recipe(model, trainer={"num_steps": 50, "sync_interval": 10}))
-    assert world.buffer.state == "failed"
-    assert world.store.list("runs/demo/export/") == []
+    assert (world.buffer.state, world.store.list("runs/demo/export/")) == ("failed", [])
 
 
 def test_max_train_s_ends_the_run_early(world: World, model: Path) -> None:
@@ -452,10 +412,9 @@ def test_heartbeats_and_acks_show_how_long_was_waited_in_all(world: World, model
     assert waited_s == sorted(waited_s)
     assert waited_s[-1] > sum(metrics["wait_s"] or 0.0 for metrics in acked) + 0.2  # two more draws
     assert waited_s[-1] - waited_s[3] < (acked[-1]["train_s"] or 0.0) - (acked[3]["train_s"] or 0.0)
-    last = world.buffer.beats[-1]
+    last, gauges = world.buffer.beats[-1], {"step": 10, "waited_s_total": waited_s[-1], "num_unpublished_versions": 0}
     assert (last.kind, last.state, last.version) == ("trainer", "done", PolicyVersion(1, 10))
-    expected = {"step": 10, "waited_s_total": waited_s[-1], "num_unpublished_versions": 0}
-    assert last.gauges.items() >= expected.items()
+    assert last.gauges.items() >= gauges.items()
 
 
 def remove_tokenizer(folder: Path) -> None:

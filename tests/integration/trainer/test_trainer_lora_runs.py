@@ -18,7 +18,7 @@ from tba.versions import PolicyVersion
 from tests.support.stored_checkpoint import section_tensors
 from tests.support.trainer_team import run_alone, run_team
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World
+from tests.support.trainer_world import World, same
 
 LORA = {"rank": 4, "alpha": 8}
 TRAINER = {"num_steps": 6, "sync_interval": 3, "checkpoint_interval": 100, "learning_rate": {"value": 1e-2}}
@@ -43,7 +43,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_never_stopped(tmp_path: P
     broken.train(recipe)
     assert broken.buffer.parents == {1: "0-0", 2: "1-3"}
     expected, found, start = whole.tensors("1-6"), broken.tensors("2-6"), whole.tensors("0-0")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(expected, found)
     moved = {name.rpartition(".")[0].rpartition(".")[2] for name in start if not torch.equal(start[name], found[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -73,11 +73,6 @@ def test_the_canary_is_that_of_the_merged_weights(world: World, model: Path, tmp
     torch.testing.assert_close(found.float(), torch.tensor(canary.logprobs), atol=1e-6, rtol=0.0)
 
 
-def stopped(world: World, model: Path) -> None:
-    world.stop_after(2)
-    world.train(make_recipe(model, model={"lora": LORA}, trainer=TRAINER))
-
-
 def test_versions_of_a_run_are_adapters_that_peft_reads(world: World, model: Path, tmp_path: Path) -> None:
     recipe = make_recipe(model, model={"dtype": "bfloat16", "lora": LORA}, trainer=TRAINER)
     for step in (2, 99):
@@ -105,7 +100,8 @@ def test_versions_of_a_run_are_adapters_that_peft_reads(world: World, model: Pat
 
 @pytest.mark.parametrize("lora", [None, {**LORA, "alpha": 16}, {**LORA, "target_modules": ["q_proj"]}])
 def test_another_adapter_under_the_same_run_is_refused(world: World, model: Path, lora: dict[str, Any] | None) -> None:
-    stopped(world, model)
+    world.stop_after(2)
+    world.train(make_recipe(model, model={"lora": LORA}, trainer=TRAINER))
     with pytest.raises(ConfigError, match=r"\[model\.lora\] is .*, but this run has trained with rank=4 alpha=8"):
         world.train(make_recipe(model, model={"lora": lora}, trainer=TRAINER))
     assert world.buffer.lineage == 1

@@ -21,7 +21,7 @@ from tba.config import load_recipe
 from tba.store import open_store
 from tba.wire import encode_rollout
 from tba_cli.reports.ledger import batch_entries
-from tests.support.buffer import SERVICE_PATHS, Stack, make_prompts, make_recipe, start_stack, write_recipe
+from tests.support.buffer import Stack, make_prompts, make_recipe, start_stack, write_recipe
 from tests.support.listeners import listening_ports
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_process import StartedTrainers
@@ -93,8 +93,7 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
         f"code = service_main('trainer', run, ['--config', {str(path)!r}]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2
     assert "unknown key 'trainer.step'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -108,24 +107,11 @@ def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_1
             buffer={"url": f"http://127.0.0.1:{silent_buffer.getsockname()[1]}"},
             store={"url": f"file://{tmp_path / 'store'}"},
         )
-        scratch = tmp_path / "scratch"
-        scratch.mkdir()
-        log_path = tmp_path / "log"
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tba_trainer.distributed.launch", "2"),
-                    *("--config", str(write_recipe(tmp_path / "recipe.json", recipe))),
-                ],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)),
-                    "OMP_NUM_THREADS": "1",
-                    "TMPDIR": str(scratch),
-                },
-                stdout=log,
-                stderr=log,
-            )
+        (scratch := tmp_path / "scratch").mkdir()
+        path, environ = write_recipe(tmp_path / "recipe.json", recipe), {**os.environ, "TMPDIR": str(scratch)}
+        command = [sys.executable, "-m", "tba_trainer.distributed.launch", "2", "--config", str(path)]
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:
             connection, _ = silent_buffer.accept()  # the leader has its model and asks for the run
             process.send_signal(signal.SIGTERM)
@@ -134,6 +120,6 @@ def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_1
         finally:
             process.kill()
             process.wait()
-    said = log_path.read_text()
+    said = (tmp_path / "log").read_text()
     assert "Traceback" not in said
     assert "trainer: SIGTERM while it starts: it ends\n" in said

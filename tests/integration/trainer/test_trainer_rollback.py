@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tba.config import Recipe
 from tba.errors import GuardError, ObjectNotFoundError, TbaError
 from tests.support.guards import make_guards
 from tests.support.stored_checkpoint import object_keys
 from tests.support.trainer_values import make_recipe
-from tests.support.trainer_world import World
+from tests.support.trainer_world import World, same
 
 
 def recipe(model: Path) -> Recipe:
@@ -53,12 +52,10 @@ def test_the_trainer_rolls_back_at_its_next_boundary_and_continues_from_the_same
     world.train(recipe(model))
     buffer, again = world.buffer, version.replace("1-", "2-")
     assert (buffer.state, buffer.parents, buffer.num_rollbacks) == ("done", {1: "0-0", 2: version}, 0)
-    assert [step for _, step, _ in buffer.acks] == acked
-    assert buffer.checkpoint == ("2-7", "runs/demo/checkpoints/2-7")
+    assert ([step for _, step, _ in buffer.acks], buffer.checkpoint) == (acked, ("2-7", "runs/demo/checkpoints/2-7"))
     assert buffer.kept[-1] == "2-7"
     assert all(world.store.size_bytes(f"runs/demo/checkpoints/{kept}/manifest.json") for kept in buffer.kept)
-    ours, theirs = world.tensors(again), world.tensors(version)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(world.tensors(version), world.tensors(again))
 
 
 def test_kills_and_a_damaged_checkpoint_neither_lose_the_request_nor_repeat_it(world: World, model: Path) -> None:
@@ -71,8 +68,7 @@ def test_kills_and_a_damaged_checkpoint_neither_lose_the_request_nor_repeat_it(w
     for key in object_keys(world.store, "runs/demo/checkpoints/1-4", "model"):
         world.store.put(key, b"not what was written")
     world.train_until_killed(settings, "run", lineage=2)  # nothing but the lineage itself has been asked for
-    assert buffer.rollback is None
-    assert buffer.checkpoint == ("1-2", "runs/demo/checkpoints/1-2")
+    assert (buffer.rollback, buffer.checkpoint) == (None, ("1-2", "runs/demo/checkpoints/1-2"))
     world.train(settings)
     assert (buffer.state, buffer.parents) == ("done", {1: "0-0", 2: "1-2", 3: "1-2"})
 
@@ -114,8 +110,7 @@ def test_a_stop_between_request_and_new_lineage_stays_a_stop(world: World, model
 
     world.buffer.before = before
     world.train(recipe(model))
-    assert world.buffer.state == "done"
-    assert [lineage for lineage, _, _ in world.buffer.acks] == [1] * 5
+    assert (world.buffer.state, [lineage for lineage, _, _ in world.buffer.acks]) == ("done", [1] * 5)
     # nobody wants to go back any more: the last checkpoint is what the run ends with
     assert (world.buffer.parents, world.buffer.marks[-1]) == ({1: "0-0", 2: "1-4"}, "2-4")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tba_trainer.tracking import tracker_group
 
 from tba.api import SettingsRequest
@@ -20,23 +19,19 @@ from tba_cli.reports.ledger import active_steps, lineage_tree
 from tests.support.rollout_values import replace
 from tests.support.stored_checkpoint import object_keys
 from tests.support.trainer_values import make_batch, make_recipe
-from tests.support.trainer_world import World
+from tests.support.trainer_world import World, same
+from tests.support.weight_chain import flip
 
 CHECKPOINTS = "runs/demo/checkpoints"
+KEEPS = {"checkpoint_interval": 1, "keep_checkpoints": 3, "num_steps": 6}
 
 
 def stopped_after(world: World, model: Path, step: int) -> None:
     world.stop_after(step)
-    world.train(make_recipe(model, trainer={"checkpoint_interval": 1, "keep_checkpoints": 3, "num_steps": 6}))
+    world.train(make_recipe(model, trainer=KEEPS))
 
 
-def flip(store: ObjectStore, key: str) -> None:
-    data = bytearray(store.get(key))
-    data[-1] ^= 1
-    store.put(key, bytes(data))
-
-
-DAMAGE: dict[str, Callable[[ObjectStore, str], None]] = {
+DAMAGE: dict[str, Callable[[ObjectStore, str], object]] = {
     "a bit": lambda store, key: flip(store, object_keys(store, key, "optimizer")[0]),
     "a file": lambda store, key: store.delete(object_keys(store, key, "model")[0]),
     "the manifest": lambda store, key: store.delete(f"{key}/manifest.json"),
@@ -49,7 +44,7 @@ def test_the_next_older_is_taken(tmp_path: Path, model: Path, damage: str, capsy
     whole, world = World(tmp_path / "whole"), World(tmp_path / "damaged")
     stopped_after(world, model, 4)
     DAMAGE[damage](world.store, f"{CHECKPOINTS}/1-4")
-    recipe = make_recipe(model, trainer={"checkpoint_interval": 1, "keep_checkpoints": 3, "num_steps": 6})
+    recipe = make_recipe(model, trainer=KEEPS)
     world.train(recipe)
     assert world.buffer.parents == {1: "0-0", 2: "1-3"}  # the steps after 1-3 are abandoned in the ledger
     assert [(n, s) for n, s, _ in world.buffer.acks if n == 2] == [(2, 4), (2, 5), (2, 6)]
@@ -57,8 +52,7 @@ def test_the_next_older_is_taken(tmp_path: Path, model: Path, damage: str, capsy
     assert "checkpoint_damaged" in said
     assert "resumed_from=1-3" in said
     whole.train(recipe)
-    expected, found = whole.tensors("1-6"), world.tensors("2-6")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert same(whole.tensors("1-6"), world.tensors("2-6"))
 
 
 def test_only_checkpoints_of_the_active_lineage_are_fallen_back_to(world: World, model: Path) -> None:
@@ -66,8 +60,7 @@ def test_only_checkpoints_of_the_active_lineage_are_fallen_back_to(world: World,
     stopped_after(world, model, 3)
     flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/1-3", "model")[0])
     stopped_after(world, model, 3)
-    assert world.buffer.parents[2] == "1-2"
-    assert world.buffer.checkpoint == ("2-3", f"{CHECKPOINTS}/2-3")
+    assert (world.buffer.parents[2], world.buffer.checkpoint) == ("1-2", ("2-3", f"{CHECKPOINTS}/2-3"))
     flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/1-3", "model")[0])  # whole again
     flip(world.store, object_keys(world.store, f"{CHECKPOINTS}/2-3", "model")[0])
     world.train(make_recipe(model, trainer={"num_steps": 6}))
@@ -87,26 +80,14 @@ RATE, NEW_RATE = 1e-3, 2e-4
 FALLING = {"kind": "linear", "value": 0.4, "final": 0.2, "steps": 10}
 
 
-def change_during_ack(world: World, step: int, **settings: Any) -> None:
-    """Change settings while the ack of `step` is under way, so that its reply is the first to tell of it."""
-    acked: list[int] = []
-
-    def before(method: str) -> None:
-        if method == "ack":
-            acked.append(len(acked) + 1)
-            if acked[-1] == step:
-                world.buffer.change_settings(SettingsRequest(settings=parse_live(settings)))
-
-    world.buffer.before = before
-
-
 def of_acks(world: World, name: str) -> list[float | None]:
     return [ack.metrics[name] for _, _, ack in world.buffer.acks]
 
 
 def test_a_change_holds_from_the_step_after_the_ack_that_told_of_it(world: World, model: Path) -> None:
     trainer = {"num_steps": 8, "sync_interval": 2, "learning_rate": RATE, "checkpoint_interval": 4}
-    change_during_ack(world, 3, learning_rate=NEW_RATE, beta=FALLING, eval_every_steps=2)
+    change = SettingsRequest(settings=parse_live({"learning_rate": NEW_RATE, "beta": FALLING, "eval_every_steps": 2}))
+    world.at("ack", lambda: world.buffer.change_settings(change), step=2)  # the reply to 3 is the first to tell of it
     world.train(make_recipe(model, trainer=trainer, objective={"beta": 0.1}, eval={"every_steps": 100}))
     assert of_acks(world, "learning_rate") == [RATE] * 3 + [NEW_RATE] * 5
     assert of_acks(world, "beta") == pytest.approx([0.1] * 3 + [0.4 - 0.02 * step for step in range(3, 8)])
@@ -144,14 +125,12 @@ def test_every_step_and_evaluation_is_in_the_file_with_the_ledgers_numbers(world
     assert [line.get("skipped") for line in steps] == [None, None, "refused", None]
     evaluations = {line["eval_id"]: (line["lineage"], line["step"]) for line in lines_of(world, "evaluation")}
     assert evaluations == {"eval-0-0": (0, 0), "eval-1-2": (1, 2), "eval-1-4": (1, 4)}
-    assert len(lines_of(world, "evaluation")) == 3
-    assert world.buffer.beats[-1].gauges["num_tracking_dropped"] == 0
+    assert (len(lines_of(world, "evaluation")), world.buffer.beats[-1].gauges["num_tracking_dropped"]) == (3, 0)
 
 
 def test_after_a_kill_the_file_tells_which_steps_count(world: World, model: Path) -> None:
-    recipe = make_recipe(
-        model, trainer={"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 2}, tracking=tracked(world)
-    )
+    trainer = {"num_steps": 6, "sync_interval": 2, "checkpoint_interval": 2}
+    recipe = make_recipe(model, trainer=trainer, tracking=tracked(world))
     world.train_until_killed(recipe, "ack", step=3)
     world.train(recipe)
     assert [line["parent"] for line in lines_of(world, "start")] == ["0-0", "1-2"]
@@ -178,6 +157,5 @@ def test_a_silent_buffer_does_not_hold_up_the_end(world: World, model: Path, mon
 
     world.buffer.before = before
     world.train(make_recipe(model, trainer={"num_steps": 2}, tracking=tracked(world)))
-    assert world.buffer.state == "done"
-    assert [line["step"] for line in lines_of(world, "step")] == [1, 2]
+    assert (world.buffer.state, [line["step"] for line in lines_of(world, "step")]) == ("done", [1, 2])
     answered.set()

@@ -40,8 +40,14 @@ def s3_section(s3_server: S3Server) -> StoreSection:
 
 
 @pytest.fixture(params=["file", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """An empty store of each kind."""
+def section(request: pytest.FixtureRequest, tmp_path: Path) -> StoreSection:
+    """The section of a store of each kind."""
     if request.param == "file":
-        return open_store(StoreSection(url=f"file://{tmp_path / 'store'}"))
-    return open_store(request.getfixturevalue("s3_section"))
+        return StoreSection(url=f"file://{tmp_path / 'store'}")
+    return request.getfixturevalue("s3_section")
+
+
+@pytest.fixture
+def store(section: StoreSection) -> ObjectStore:
+    """An empty store of each kind."""
+    return open_store(section)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,25 +36,19 @@ def test_create_only_is_refused_when_the_key_is_taken_and_the_object_stays(store
 
 
 def test_of_many_concurrent_creators_exactly_one_wins(store: ObjectStore) -> None:
-    winners, losers = [], []
     start = threading.Barrier(6)
 
-    def create(number: int) -> None:
+    def has_created(number: int) -> bool:
         start.wait()
         try:
             store.put("race", b"%d" % number, create_only=True)
-            winners.append(number)
         except ObjectExistsError:
-            losers.append(number)
+            return False
+        return True
 
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(winners) == 1
-    assert len(losers) == 5
-    assert store.get("race") == b"%d" % winners[0]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(has_created, range(6)))
+    assert (found.count(True), found.count(False), store.get("race")) == (1, 5, b"%d" % found.index(True))
 
 
 def test_files_go_in_and_out_unchanged(store: ObjectStore, tmp_path: Path) -> None:
@@ -61,8 +56,7 @@ def test_files_go_in_and_out_unchanged(store: ObjectStore, tmp_path: Path) -> No
     source.write_bytes(os.urandom(3_000_001))
     store.put_file("files/big", source)
     store.get_file("files/big", target)
-    assert target.read_bytes() == source.read_bytes()
-    assert store.size_bytes("files/big") == 3_000_001
+    assert (target.read_bytes(), store.size_bytes("files/big")) == (source.read_bytes(), 3_000_001)
     store.get_file("files/big", target, max_bytes=3_000_001)
     with pytest.raises(DigestError, match=r"files/big in .* is damaged: 3000001 bytes, and no more than 3000000 are"):
         store.get_file("files/big", target, max_bytes=3_000_000)

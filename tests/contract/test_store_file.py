@@ -18,13 +18,11 @@ from tba.errors import ConfigError, StoreUnavailableError
 from tba.store import FileStore, open_store
 
 WRITER = """
-import sys
+import itertools, sys
 from pathlib import Path
 from tba.store import FileStore
 store = FileStore(Path(sys.argv[1]))
-n = 0
-while True:
-    n += 1
+for n in itertools.count(1):
     store.put("a/object", bytes([n % 256]) * 200_000)
     print(n, flush=True)
 """
@@ -41,8 +39,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_object(tmp_path: Path) -> 
         writer.wait()
         writer.stdout.close()
         data = store.get("a/object")
-        assert len(data) == 200_000
-        assert len(set(data)) == 1
+        assert (len(data), len(set(data))) == (200_000, 1)
         assert store.list("") == ["a/object"], "temporary files are never listed"
 
 
@@ -81,20 +78,15 @@ def test_a_wrong_store_section_says_what_to_write(section: dict[str, str], messa
         open_store(StoreSection(**section))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_relative_file_url_is_a_folder_below_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_file_url_is_below_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = open_store(StoreSection(url="file://store"))
     store.put("a", b"1")
-    assert (tmp_path / "store" / "a").read_bytes() == b"1"
-    assert store.url == f"file://{tmp_path}/store"
+    assert ((tmp_path / "store" / "a").read_bytes(), store.url) == (b"1", f"file://{tmp_path}/store")
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
-def test_a_file_system_without_hard_links_is_refused(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_hard_links_is_refused(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(StoreUnavailableError, match="has no hard links"):
         FileStore(tmp_path).check(write=True)

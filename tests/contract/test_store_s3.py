@@ -25,27 +25,36 @@ from tests.support.s3_server import SOCKETS, FaultyProxy, S3Server
 from tests.support.served_app import TLS_FOLDER
 
 
+def at(section: StoreSection, endpoint_url: str, **changes: Any) -> ObjectStore:
+    return open_store(section.model_copy(update={"endpoint_url": endpoint_url}), **changes)
+
+
+def small_parts(section: StoreSection, endpoint_url: str = "", part_bytes: int = 5 << 20) -> S3Store:
+    """A store that sends files above 10 MiB in parts of 5 MiB, the least that S3 allows."""
+    place = {"bucket": BUCKET, "prefix": section.url.partition(BUCKET + "/")[2], "region": "us-east-1"}
+    return S3Store(**place, endpoint_url=endpoint_url or section.endpoint_url, timeout_s=5.0, part_bytes=part_bytes)
+
+
+class Proxy(FaultyProxy):
+    """Between the server and stores; `direct` is the same store without it."""
+
+    def __init__(self, server: S3Server, section: StoreSection) -> None:
+        super().__init__(server.port)
+        self.section, self.direct = section, open_store(section)
+
+    def store(self, timeout_s: float) -> ObjectStore:
+        return at(self.section, self.url, timeout_s=timeout_s)
+
+
 @pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
-    with FaultyProxy(s3_server.port).running() as proxy:
+def proxy(s3_server: S3Server, s3_section: StoreSection) -> Iterator[Proxy]:
+    with Proxy(s3_server, s3_section).running() as proxy:
         yield proxy
 
 
 @pytest.fixture
-def proxied(proxy: FaultyProxy, s3_section: StoreSection) -> ObjectStore:
-    return open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=5.0)
-
-
-def small_parts(s3_section: StoreSection, endpoint_url: str, part_bytes: int = 5 << 20) -> S3Store:
-    """A store that sends files above 10 MiB in parts of 5 MiB, the least that S3 allows."""
-    return S3Store(
-        bucket=BUCKET,
-        prefix=s3_section.url.partition(BUCKET + "/")[2],
-        endpoint_url=endpoint_url,
-        region="us-east-1",
-        timeout_s=5.0,
-        part_bytes=part_bytes,
-    )
+def proxied(proxy: Proxy) -> ObjectStore:
+    return proxy.store(5.0)
 
 
 def test_a_missing_bucket_is_one_sentence(s3_section: StoreSection) -> None:
@@ -57,37 +66,35 @@ def test_a_missing_bucket_is_one_sentence(s3_section: StoreSection) -> None:
 
 def test_an_endpoint_that_nobody_serves_is_one_sentence(s3_section: StoreSection) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    store = open_store(s3_section.model_copy(update={"endpoint_url": url}), timeout_s=0.5)
+    store = at(s3_section, url, timeout_s=0.5)
     with pytest.raises(StoreUnavailableError, match=rf"at {url}: no answer .*check that the server runs"):
         store.check()
 
 
-def test_missing_credentials_are_one_sentence(
-    s3_section: StoreSection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_credentials_are_one_sentence(s3_section: StoreSection, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", "/nowhere")
     with pytest.raises(StoreUnavailableError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         open_store(s3_section).check()
 
 
-def test_access_denied_is_one_sentence_and_is_not_retried(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+def test_access_denied_is_one_sentence_and_is_not_retried(proxy: Proxy, proxied: ObjectStore) -> None:
     proxy.faults = [403]
     with pytest.raises(StoreUnavailableError, match=r"access denied .*AccessDenied.*check AWS_ACCESS_KEY_ID"):
         proxied.get("a")
     assert proxy.num_requests == 1
 
 
-def test_a_server_that_redirects_everything_is_one_sentence(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+def test_a_server_that_redirects_everything_is_one_sentence(proxy: Proxy, proxied: ObjectStore) -> None:
     proxy.faults = [302] * 2000
     with pytest.raises(StoreUnavailableError, match=r"redirects every request.*correct store\.endpoint_url"):
         proxied.get("a")
 
 
 def test_a_store_that_has_said_no_has_answered_and_its_certificate_is_waited_for(s3_section: StoreSection) -> None:
-    store = small_parts(s3_section, s3_section.endpoint_url or "")
+    store = small_parts(s3_section)
     expired = ssl.SSLCertVerificationError(1, "expired")
     expired.verify_code, expired.verify_message = 10, "certificate has expired"
 
@@ -105,29 +112,21 @@ def test_a_store_that_has_said_no_has_answered_and_its_certificate_is_waited_for
 def test_where_the_stack_ends_over_redirects_makes_no_difference() -> None:
     for error in (RecursionError("too deep"), HTTPClientError(error=RecursionError("too deep"))):
         assert not is_transient(error)
-        sentence = str(
-            store_error(error, verb="read", key="a", url="s3://b", endpoint="http://h", timeout_s=5, ca_file=None)
-        )
-        assert "redirects every request" in sentence
+        asked: dict[str, Any] = {"verb": "read", "key": "a", "url": "s3://b", "endpoint": "http://h", "ca_file": None}
+        assert "redirects every request" in str(store_error(error, **asked, timeout_s=5))
 
 
-def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(
-    proxy: FaultyProxy, s3_section: StoreSection
-) -> None:
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=2.0)
+def test_a_server_that_stays_overloaded_is_given_up_at_the_deadline(proxy: Proxy) -> None:
+    store = proxy.store(2.0)
     proxy.faults = [503] * 1000
     with pytest.raises(StoreUnavailableError, match=r"kept answering 503 SlowDown injected for 2 s"):
         store.put("a", b"1")
     assert proxy.num_requests > 1
 
 
-def test_a_server_that_falls_silent_is_given_up_and_one_that_is_slow_is_not(
-    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    section = s3_section.model_copy(update={"endpoint_url": proxy.url})
-    slow = open_store(section, timeout_s=3.0)
-    open_store(s3_section).put("a", b"1" * 10_000)
-    silent = open_store(section, timeout_s=0.3)
+def test_a_server_that_falls_silent_is_given_up_and_one_that_is_slow_is_not(proxy: Proxy, tmp_path: Path) -> None:
+    slow, silent = proxy.store(3.0), proxy.store(0.3)
+    proxy.direct.put("a", b"1" * 10_000)
     proxy.STALL_S, proxy.TRICKLE_S = 0.6, 4.0
     proxy.faults = ["stall"] * 100
     for attempt in (lambda: silent.put("b", b"1"), lambda: silent.get_file("a", tmp_path / "a")):
@@ -138,26 +137,22 @@ def test_a_server_that_falls_silent_is_given_up_and_one_that_is_slow_is_not(
 
 
 @pytest.mark.parametrize("fault", [503, 409, "lose"])
-def test_a_passing_failure_is_retried(proxy: FaultyProxy, proxied: ObjectStore, fault: int | str) -> None:
+def test_a_passing_failure_is_retried(proxy: Proxy, proxied: ObjectStore, fault: int | str) -> None:
     proxy.faults = [fault, fault]
     proxied.put("a", b"1")
     proxy.faults = [fault]
     assert proxied.get("a") == b"1"
 
 
-def test_a_create_that_lost_its_answer_to_an_object_of_another_is_refused(
-    proxy: FaultyProxy, proxied: ObjectStore, s3_section: StoreSection
-) -> None:
-    open_store(s3_section).put("a", b"theirs")
+def test_a_create_that_lost_its_answer_to_an_object_of_another_is_refused(proxy: Proxy, proxied: ObjectStore) -> None:
+    proxy.direct.put("a", b"theirs")
     proxy.faults = [503]
     with pytest.raises(ObjectExistsError):
         proxied.put("a", b"mine", create_only=True)
     assert proxied.get("a") == b"theirs"
 
 
-def test_a_create_whose_answer_was_lost_succeeds_on_retry(
-    proxy: FaultyProxy, proxied: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_create_whose_answer_was_lost_succeeds_on_retry(proxy: Proxy, proxied: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"mine" * 1000)
     proxy.faults = ["lose"]
     proxied.put_file("a", tmp_path / "source", create_only=True)
@@ -166,9 +161,7 @@ def test_a_create_whose_answer_was_lost_succeeds_on_retry(
     assert (proxied.get("a"), proxied.get("b")) == (b"mine" * 1000, b"mine")
 
 
-def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
-    proxy: FaultyProxy, proxied: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_transfer_that_is_cut_is_repeated_and_whole(proxy: Proxy, proxied: ObjectStore, tmp_path: Path) -> None:
     data = os.urandom(300_000)
     proxied.put("a", data)
     proxy.faults = ["cut"]
@@ -178,11 +171,9 @@ def test_a_transfer_that_is_cut_is_repeated_and_arrives_whole(
     assert (tmp_path / "target").read_bytes() == data
 
 
-def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
-    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    open_store(s3_section).put("a", b"1")
-    store = open_store(s3_section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=0.3)
+def test_a_server_that_is_silent_about_a_file_costs_one_deadline(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.direct.put("a", b"1")
+    store = proxy.store(0.3)
     proxy.STALL_S = 0.6
     for before in (0, 1):  # requests that are answered
         proxy.faults, proxy.num_requests = [*[None] * before, *["stall"] * 100], 0
@@ -192,10 +183,8 @@ def test_a_server_that_is_silent_about_a_file_costs_one_deadline(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
-    proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    store = small_parts(s3_section, proxy.url)
+def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(proxy: Proxy, tmp_path: Path) -> None:
+    store = small_parts(proxy.section, proxy.url)
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(os.urandom((11 << 20) + 17))
     proxy.faults = [503, 503, "lose"]
@@ -205,10 +194,8 @@ def test_a_large_file_travels_in_parts_with_a_failure_on_the_way(
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(
-    s3_server: S3Server, s3_section: StoreSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = small_parts(s3_section, s3_server.url)
+def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(s3_section: StoreSection, tmp_path: Path) -> None:
+    store = small_parts(s3_section)
     store.put("big", bytes(11 << 20))
     head = store._client.head_object
 
@@ -217,15 +204,15 @@ def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(
         store.put("big", b"1" * (11 << 20))
         return found
 
-    monkeypatch.setattr(store._client, "head_object", head_then_replaced)
+    store._client.head_object = head_then_replaced
     with pytest.raises(StoreUnavailableError, match="was replaced while it was read; try again"):
         store.get_file("big", tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_fails_ends_the_others(proxy: FaultyProxy, s3_section: StoreSection, tmp_path: Path) -> None:
-    open_store(s3_section).put("big", bytes(100))
-    store = small_parts(s3_section, proxy.url, part_bytes=1)
+def test_a_part_that_fails_ends_the_others(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.direct.put("big", bytes(100))
+    store = small_parts(proxy.section, proxy.url, part_bytes=1)
     proxy.STALL_S = 1.0
     proxy.faults = [None, "stall", *[403] * 99]
     with pytest.raises(StoreUnavailableError, match="access denied"):
@@ -234,11 +221,8 @@ def test_a_part_that_fails_ends_the_others(proxy: FaultyProxy, s3_section: Store
     assert list(tmp_path.iterdir()) == []
 
 
-def test_create_only_holds_for_a_file_in_parts_and_leaves_no_upload(
-    s3_server: S3Server, s3_section: StoreSection, tmp_path: Path
-) -> None:
-    store = small_parts(s3_section, s3_server.url)
-    source = tmp_path / "source"
+def test_create_only_holds_for_a_file_in_parts_and_leaves_no_upload(s3_section: StoreSection, tmp_path: Path) -> None:
+    store, source = small_parts(s3_section), tmp_path / "source"
     source.write_bytes(bytes(11 << 20))
     store.put("big", b"first")
     with pytest.raises(ObjectExistsError):
@@ -248,7 +232,7 @@ def test_create_only_holds_for_a_file_in_parts_and_leaves_no_upload(
     assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)
 
 
-def test_a_server_that_ignores_create_only_fails_the_check(proxy: FaultyProxy, proxied: ObjectStore) -> None:
+def test_a_server_that_ignores_create_only_fails_the_check(proxy: Proxy, proxied: ObjectStore) -> None:
     proxy.drop_headers = {"if-none-match"}
     proxied.check()
     with pytest.raises(StoreUnavailableError, match="ignores `If-None-Match"):
@@ -314,8 +298,7 @@ def test_a_damaged_tls_record_in_a_body_is_tried_again_and_is_one_sentence_if_it
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
                 patch.setenv(name, "x")
             store = S3Store(**options, timeout_s=60.0)
-        assert store.get("a") == b"1234"
-        assert num_requests == 2
+        assert (store.get("a"), num_requests) == (b"1234", 2)
         damaged[:] = [True] * 1000
         impatient = S3Store(**options, timeout_s=0.5)
         with pytest.raises(StoreUnavailableError, match=r"cannot read a in .*: no answer"):

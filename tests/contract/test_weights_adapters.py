@@ -45,10 +45,8 @@ class Run:
         self.config = folder / "config.json"
         self.config.write_text("{}")
         rng = np.random.default_rng(0)
-        self.start = {
-            "layer.weight": rng.standard_normal((ROWS, COLUMNS)).astype(np.float16),
-            "embedding.weight": rng.standard_normal((200, COLUMNS)).astype(np.float16),
-        }
+        rows = {"layer.weight": ROWS, "embedding.weight": 200}
+        self.start = {name: rng.standard_normal((num, COLUMNS)).astype(np.float16) for name, num in rows.items()}
         save_file(self.start, folder / "model.safetensors")
         manifest = self._publish(START, [folder / "model.safetensors"], None)
         self.base = LocalVersion(START, (folder / "model.safetensors",), manifest)
@@ -74,12 +72,10 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def described(tensors: Tensors, folder: Path, *, transposed: bool = False) -> tuple[Adapter, Path]:
-    path = folder / "adapter.safetensors"
-    save_file(tensors, path)
-    stored = DeltaObject(name=path.name, key="runs/demo/adapter.safetensors", size_bytes=9, digest="0" * 32)
-    rank = len(next(iter(tensors.values())))
-    return Adapter(base="0-0", rank=rank, alpha=ALPHA, fan_in_fan_out=transposed, stored=stored), path
+def as_floats(bits: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    if dtype == "BF16":
+        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bits.view({"F32": np.float32, "F16": np.float16}[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "transposed"), [("F32", False), ("BF16", True), ("F16", False)])
@@ -94,7 +90,10 @@ def test_merged_bits_depend_on_no_order_of_sums_and_no_block(
     values[0] = -0.0
     bits = {"F32": values, "BF16": (values.view(np.uint32) >> 16).astype(np.uint16), "F16": values.astype(np.float16)}
     raw: RawTensor = (dtype, shape, bits[dtype].reshape(-1).view(np.uint8))
-    given, path = described(tensors, tmp_path, transposed=transposed)
+    path = tmp_path / "adapter.safetensors"
+    save_file(tensors, path)
+    stored = DeltaObject(name=path.name, key="runs/demo/adapter.safetensors", size_bytes=9, digest="0" * 32)
+    given = Adapter(base="0-0", rank=rank, alpha=ALPHA, fan_in_fan_out=transposed, stored=stored)
     layer = read_adapter(given, path, {"layer.weight": raw})["layer.weight"]
     merged = np.concatenate(list(merged_blocks(raw, layer)))
 
@@ -109,25 +108,16 @@ def test_merged_bits_depend_on_no_order_of_sums_and_no_block(
     a, b = (tensors[f"{LAYER}.lora_{part}.weight"].astype(np.float64) for part in "AB")
     product = ALPHA / rank * (b @ a)
     assert np.abs(layer.left @ layer.right - (product.T if transposed else product)).max() < 1e-6 * product.max()
-    found = (
-        (merged.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        if dtype == "BF16"
-        else merged.view(np.float32 if dtype == "F32" else np.float16)
-    )
-    old = (bits[dtype].astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else bits[dtype]
-    wanted = old + (product.T if transposed else product)
+    wanted = as_floats(bits[dtype], dtype) + (product.T if transposed else product)
     tolerance = {"F32": 2e-7, "BF16": 2**-8, "F16": 2**-11}[dtype]
-    np.testing.assert_allclose(found.reshape(shape), wanted, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(as_floats(merged, dtype).reshape(shape), wanted, rtol=tolerance, atol=1e-6)
 
 
-def test_the_starting_model_is_downloaded_once_and_every_version_after_it_is_its_adapter(
-    run: Run, tmp_path: Path
-) -> None:
+def test_the_starting_model_is_downloaded_once_and_every_later_version_is_its_adapter(run: Run, tmp_path: Path) -> None:
     first, second = run.publish(1), run.publish(2)
     manifest = run.versions.manifest(second)
     assert not manifest.is_full
-    assert manifest.delta is None
-    assert run.versions.bases(second) == [START]
+    assert (manifest.delta, run.versions.bases(second)) == (None, [START])
     assert run.versions.needed_by([second]) == {START, second}
     late = run.versions.download_tensors(first, tmp_path / "late", keeps_base=True)
     start_bytes = (tmp_path / "model.safetensors").stat().st_size
@@ -183,9 +173,8 @@ def test_a_version_cannot_be_had_without_its_adapter_or_its_starting_model(run: 
     local = run.versions.download_tensors(version, tmp_path / "out", held=[wrong])
     assert (local.route, local.num_failed_routes) == ("full", 1)
     run.path_of(START, "manifest.json").unlink()
-    with pytest.raises(
-        ObjectNotFoundError, match=r"the starting model that it is for cannot be had.*start the trainer"
-    ):
+    sentence = r"the starting model that it is for cannot be had.*start the trainer"
+    with pytest.raises(ObjectNotFoundError, match=sentence):
         WeightVersions(run.store, "demo").download_tensors(version, tmp_path / "none")
     run.base = wrong
     with pytest.raises(DigestError, match=r"layer\.weight' of weight version 0-0"):  # nobody could merge it

@@ -19,12 +19,8 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def digest_of_tensors(tensors: dict[str, torch.Tensor]) -> str:
     """Compute the digest that a searcher computes over the parameters that its engine holds."""
-    return params_sha256(
-        {
-            name: (NAMES[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy())
-            for name, t in tensors.items()
-        }
-    )
+    bits = {name: t.contiguous().reshape(-1).view(torch.uint8).numpy() for name, t in tensors.items()}
+    return params_sha256({name: (NAMES[t.dtype], tuple(t.shape), bits[name]) for name, t in tensors.items()})
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -39,10 +35,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_the_file_digest_equals_the_digest_of_the_loaded_tensors(tmp_path: Path) -> None:
-    save_file(tensors(), tmp_path / "m.safetensors", metadata={"format": "pt"})
-    assert params_sha256_of_files([tmp_path / "m.safetensors"]) == digest_of_tensors(
-        load_file(tmp_path / "m.safetensors")
-    )
+    path = tmp_path / "m.safetensors"
+    save_file(tensors(), path, metadata={"format": "pt"})
+    assert params_sha256_of_files([path]) == digest_of_tensors(load_file(path))
 
 
 def test_order_and_metadata_do_not_matter(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tba.config.sections import StoreSection
 from tba.errors import ObjectExistsError
-from tba.store import FileStore, ObjectStore, open_store
+from tba.store import FileStore, ObjectStore
 from tba.wire import Manifest
 from tests.support.s3_server import CREDENTIALS
 from tests.support.weight_chain import Chain, act_and_die, publish, tensors_of, version
@@ -28,18 +28,6 @@ def processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.weight_chain"])
     return context
-
-
-@pytest.fixture(params=["file", "s3"])
-def section(request: pytest.FixtureRequest, tmp_path: Path) -> StoreSection:
-    if request.param == "file":
-        return StoreSection(url=f"file://{tmp_path / 'store'}")
-    return request.getfixturevalue("s3_section")
-
-
-@pytest.fixture
-def store(section: StoreSection) -> ObjectStore:
-    return open_store(section)
 
 
 @pytest.fixture
@@ -60,8 +48,7 @@ def die(processes: ForkServerContext, section: StoreSection) -> Die:
 def test_a_publisher_that_is_killed_leaves_a_version_or_none_and_nothing_in_the_way(
     store: ObjectStore, die: Die, tmp_path: Path
 ) -> None:
-    chain = Chain(store, tmp_path / "models")
-    chain.extend(1)
+    chain = Chain(store, tmp_path / "models", 1)
     chain.files(version(1), tensors_of(1))
     num_places = die("publish", chain.folder, 1, None)
     assert num_places >= 6
@@ -80,11 +67,8 @@ def test_a_publisher_that_is_killed_leaves_a_version_or_none_and_nothing_in_the_
     assert len(chain.versions.versions()) == num_places + 2
 
 
-def test_a_download_that_is_killed_leaves_nothing_by_half_and_the_next_one_works(
-    store: ObjectStore, die: Die, tmp_path: Path
-) -> None:
-    chain = Chain(store, tmp_path / "models")
-    chain.extend(3)
+def test_a_killed_download_leaves_nothing_by_half_or_in_the_way(store: ObjectStore, die: Die, tmp_path: Path) -> None:
+    chain = Chain(store, tmp_path / "models", 3)
     expected = chain.versions.download_tensors(version(2), tmp_path / "expected").paths[0].read_bytes()
     num_places = die("download", tmp_path / "whole", 2, None)
     assert num_places > 10
@@ -105,8 +89,7 @@ def test_of_two_processes_that_publish_one_version_the_first_decides(
     processes: ForkServerContext, section: StoreSection, store: ObjectStore, tmp_path: Path, is_same: bool
 ) -> None:
     """One of them stores a delta, the other one the version whole."""
-    chain = Chain(store, tmp_path / "models")
-    chain.extend(1)
+    chain = Chain(store, tmp_path / "models", 1)
     chain.files(version(1), tensors_of(1))
     mine, files = chain.files("mine", tensors_of(1 if is_same else 5))
     arguments = ("publish", section.model_dump(), CREDENTIALS, str(chain.folder), 1, None)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,81 +23,70 @@ from tests.support.waits import until
 from tests.support.weight_chain import RUN, Chain, version
 
 
-class CountingStore(FileStore):
-    """Counts the files that are read, over all stores of one folder."""
+class Machine:
+    """Searchers with a cache, and a store of version 1-0, whole, and three deltas after it."""
 
-    reads: list[str]
+    def __init__(self, folder: Path) -> None:
+        chain = Chain(FileStore(folder / "store"), folder / "models", 4)
+        assert [each.manifest.is_full for each in chain.local] == [True, False, False, False]
+        self.published, self.folder, self.reads = chain.local, folder, list[str]()
 
-    def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
-        self.reads.append(key)
-        time.sleep(0.05)  # so that readers meet
-        super().get_file(key, path, max_bytes=max_bytes)
+    def reader(self, *, max_bytes: int = 2**30, **options: Any) -> WeightVersions:
+        """A searcher's versions; `reads` has the files that any of them reads from the store."""
+        reads = self.reads
+
+        class CountingStore(FileStore):
+            def get_file(self, key: str, path: Path, *, max_bytes: int | None = None) -> None:
+                reads.append(key)
+                time.sleep(0.05)  # so that readers meet
+                super().get_file(key, path, max_bytes=max_bytes)
+
+        cache = NodeCache(self.folder / "cache", max_bytes=max_bytes, **options)
+        return WeightVersions(CountingStore(self.folder / "store"), RUN, cache=cache)
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> list[LocalVersion]:
-    """Version 1-0, whole, and three deltas after it."""
-    chain = Chain(FileStore(tmp_path / "store"), tmp_path / "models")
-    assert [each.is_full for each in chain.extend(4)] == [True, False, False, False]
-    return chain.local
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Callable[..., WeightVersions]:
-    reads: list[str] = []
-
-    def make(**options: Any) -> WeightVersions:
-        store = CountingStore(tmp_path / "store")
-        store.reads = reads
-        cache = NodeCache(tmp_path / "cache", **{"max_bytes": 2**30, **options})  # pyright: ignore[reportArgumentType]
-        return WeightVersions(store, RUN, cache=cache)
-
-    make.reads = reads  # pyright: ignore[reportFunctionMemberAccess]
-    return make
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
 
 
 def weights(local: LocalVersion) -> np.ndarray:
     return load_file(local.paths[0])["weights"]
 
 
-def test_searchers_that_ask_at_once_make_a_version_once(
-    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
-) -> None:
+def test_searchers_that_ask_at_once_make_a_version_once(machine: Machine, tmp_path: Path) -> None:
     def download(number: int) -> LocalVersion:
-        return reader().download_tensors(version(3), tmp_path / f"searcher-{number}")
+        return machine.reader().download_tensors(version(3), tmp_path / f"searcher-{number}")
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(download, range(6)))
     assert sorted(each.route for each in found) == ["cache"] * 5 + ["full"]
-    assert len(reader.reads) == 4  # type: ignore[attr-defined]  # the full version and three deltas, once
+    assert len(machine.reads) == 4  # the full version and three deltas, once
     for local in found:
-        np.testing.assert_array_equal(weights(local), weights(published[3]))
+        np.testing.assert_array_equal(weights(local), weights(machine.published[3]))
     assert [each.downloaded_bytes for each in found if each.route == "cache"] == [0] * 5
 
 
-def test_a_damaged_entry_is_made_again_and_what_was_taken_stays_after_eviction(
-    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
-) -> None:
-    first = reader().download_tensors(version(0), tmp_path / "first")
+def test_a_damaged_entry_is_made_again_and_what_was_taken_survives_eviction(machine: Machine, tmp_path: Path) -> None:
+    first = machine.reader().download_tensors(version(0), tmp_path / "first")
     entry = next((tmp_path / "cache").glob("tensors-*"))
-    data = bytearray(entry.read_bytes())
-    data[-1] ^= 1
+    data = entry.read_bytes()
     entry.unlink()
-    entry.write_bytes(bytes(data))
-    again = reader().download_tensors(version(0), tmp_path / "again")
+    entry.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    again = machine.reader().download_tensors(version(0), tmp_path / "again")
     assert again.route == "full"
-    np.testing.assert_array_equal(weights(again), weights(published[0]))
-    assert reader().download_tensors(version(0), tmp_path / "third").route == "cache"
+    np.testing.assert_array_equal(weights(again), weights(machine.published[0]))
+    assert machine.reader().download_tensors(version(0), tmp_path / "third").route == "cache"
     # room for one version: the older entries go, the files of searchers do not
-    room_bytes = published[3].paths[0].stat().st_size + 1000
-    small = reader(max_bytes=room_bytes)
+    room_bytes = machine.published[3].paths[0].stat().st_size + 1000
+    small = machine.reader(max_bytes=room_bytes)
     later = small.download_tensors(version(3), tmp_path / "later")
     entries = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
     assert sum(path.stat().st_size for path in entries) <= room_bytes
-    np.testing.assert_array_equal(weights(first), weights(published[0]))
-    np.testing.assert_array_equal(weights(later), weights(published[3]))
+    np.testing.assert_array_equal(weights(first), weights(machine.published[0]))
+    np.testing.assert_array_equal(weights(later), weights(machine.published[3]))
     # a cache that has no room for a version is no obstacle
-    assert reader(max_bytes=1).download_tensors(version(2), tmp_path / "none").route == "full"
+    assert machine.reader(max_bytes=1).download_tensors(version(2), tmp_path / "none").route == "full"
 
 
 def test_the_cache_deletes_nothing_else_and_leaves_the_times_of_change_of_files_that_were_taken(tmp_path: Path) -> None:
@@ -122,19 +110,16 @@ def test_the_cache_deletes_nothing_else_and_leaves_the_times_of_change_of_files_
     assert not (folder / "tensors-2").exists(), "a damaged entry"
 
 
-def test_a_cache_whose_folder_was_removed_is_no_obstacle(
-    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path
-) -> None:
-    versions = reader()
+def test_a_cache_whose_folder_was_removed_is_no_obstacle(machine: Machine, tmp_path: Path) -> None:
+    versions = machine.reader()
     (tmp_path / "cache").rmdir()
     assert versions.download_tensors(version(1), tmp_path / "got").route == "full"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
-    published: list[LocalVersion], reader: Callable[..., WeightVersions], tmp_path: Path, sent: signal.Signals
-) -> None:
-    reader().download_tensors(version(1), tmp_path / "names")
+def test_one_that_dies_or_stops_as_it_makes_a_version_holds_nobody_up(machine: Machine, sent: signal.Signals) -> None:
+    tmp_path = machine.folder
+    machine.reader().download_tensors(version(1), tmp_path / "names")
     name = next((tmp_path / "cache").glob("tensors-*")).name
     (tmp_path / "cache" / name).unlink()
     code = (
@@ -150,15 +135,14 @@ def test_a_searcher_that_dies_or_stops_while_it_makes_a_version_holds_nobody_up(
         waits: list[float | None] = []
         # a stopped process keeps the lock, so that wait ends by its own limit; a killed one gives the lock up at once
         wait_s = 60 if sent == signal.SIGKILL else 3
-        versions = reader(wait_s=wait_s, on_wait=waits.append)
+        versions = machine.reader(wait_s=wait_s, on_wait=waits.append)
         thread = threading.Thread(target=lambda: found.append(versions.download_tensors(version(1), tmp_path / "next")))
         thread.start()
         until("it waits for the other searcher", lambda: waits or found)
         assert sent == signal.SIGSTOP or not found
         os.kill(process.pid, sent)
         thread.join(timeout=30)
-        assert [each.route for each in found] == ["full"]
-        assert waits == [wait_s, None]
+        assert ([each.route for each in found], waits) == (["full"], [wait_s, None])
     finally:
         process.kill()
         process.wait()

@@ -54,18 +54,15 @@ def test_the_golden_batch_reads_as_the_values() -> None:
     batch = decode_batch((GOLDEN / "batch_v1.msgpack").read_bytes())
     found = (batch.batch_id, batch.deadline_s, batch.seed, batch.log_position)
     assert found == ("batch-1", 1_700_000_100.0, 2**63 - 1, 12_345)
-    assert [(g.prompt_id, g.source, g.fallback, len(g.rollouts)) for g in batch.groups] == [
-        ("p-7", "recent", False, 2),
-        ("p-8", "replay", True, 1),
-    ]
+    groups = [(g.prompt_id, g.source, g.fallback, len(g.rollouts)) for g in batch.groups]
+    assert groups == [("p-7", "recent", False, 2), ("p-8", "replay", True, 1)]
     for found, expected in zip(batch.rollouts, [scored_rollout(3), scored_rollout(3), pending_rollout()], strict=True):
         assert_same(found, expected)
 
 
 def test_the_golden_manifest_reads_as_the_values_and_its_keys_keep_their_order() -> None:
     data = (GOLDEN / "manifest_v2.json").read_bytes()
-    assert decode_manifest(data) == manifest()
-    assert list(json.loads(data))[:4] == ["schema", "run", "version", "parent"]
+    assert (decode_manifest(data), list(json.loads(data))[:4]) == (manifest(), ["schema", "run", "version", "parent"])
 
 
 def test_policy_age_is_measured_from_the_oldest_version_that_made_a_token() -> None:

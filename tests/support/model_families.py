@@ -26,12 +26,7 @@ PACKED = MappingProxyType(
         "mistral": {**_GROUPED, "sliding_window": None},
         "mistral with a window": {**_GROUPED, "sliding_window": 5},
         "qwen2": _GROUPED,
-        "qwen2 with a window": {
-            **_GROUPED,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "max_window_layers": 1,
-        },
+        "qwen2 with a window": {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
         "qwen3": {**_GROUPED, "head_dim": 8},
         "qwen3_moe": {
             **_GROUPED,

@@ -109,13 +109,7 @@ def converge(section: ObjectiveSection, case: Case, *, num_steps: int) -> float:
 
 
 def _expected_loss(
-    logprobs: Tensor,
-    sampler: Tensor,
-    reference: Tensor,
-    reward: Tensor,
-    objective: Objective,
-    age: int,
-    beta: float,
+    logprobs: Tensor, sampler: Tensor, reference: Tensor, reward: Tensor, objective: Objective, age: int, beta: float
 ) -> Tensor:
     logprob = logprobs.detach().sum(1)
     probability = (sampler.sum(1)[_FIRST] + sampler.sum(1)[_SECOND]).exp() * _TIMES  # [pairs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,8 +57,7 @@ def test_weights_that_round_more_get_a_larger_tolerance(tmp_path: Path) -> None:
         ("embedded", {"quantization": "fp8_per_block"}, MIN_TOLERANCE["bfloat16"]),
     ],
 )
-def test_an_engine_with_8_bits_may_be_off(tmp_path: Path, engine: str, vllm: dict[str, str], expected: float) -> None:
-    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
+def test_an_engine_with_8_bits_may_be_off(folder: Path, engine: str, vllm: dict[str, str], expected: float) -> None:
     recipe = make_recipe(folder, model={"dtype": "bfloat16"}, searcher={"engine": engine, "vllm": vllm})
     assert tolerance_of(recipe, 0.1) == expected  # little rounding: the least tolerance decides
 
@@ -81,10 +81,8 @@ def test_the_canary_is_the_candidate_that_rounding_changes_least(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-def test_a_canary_compiles_nothing(tmp_path: Path) -> None:
-    recipe = make_recipe(
-        make_tiny_model(tmp_path / "model", hidden_size=32), model={"dtype": "bfloat16"}, trainer={"compile": True}
-    )
+def test_a_canary_compiles_nothing(folder: Path) -> None:
+    recipe = make_recipe(folder, model={"dtype": "bfloat16"}, trainer={"compile": True})
     theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
     published = frozen_copy(theta, torch.bfloat16)
     backend = CompileCounterWithBackend("eager")
@@ -97,7 +95,5 @@ def test_a_canary_compiles_nothing(tmp_path: Path) -> None:
     assert backend.frame_count > 0, "the passes after it are not compiled"
 
 
-def test_in_float32_nothing_is_rounded_and_the_tolerance_is_the_least(tmp_path: Path) -> None:
-    recipe = make_recipe(make_tiny_model(tmp_path / "model", hidden_size=32))
-    theta = load_policy(recipe.model, device="cpu", gradient_checkpointing=False)
-    assert CanaryMaker(theta, theta, recipe).make().tolerance == MIN_TOLERANCE["float32"]
+def test_in_float32_nothing_is_rounded_and_the_tolerance_is_the_least(folder: Path, model: Any) -> None:
+    assert CanaryMaker(model, model, make_recipe(folder)).make().tolerance == MIN_TOLERANCE["float32"]

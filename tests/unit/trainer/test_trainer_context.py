@@ -26,11 +26,8 @@ from tba.errors import ConfigError
 from tests.support.context_group import in_context_group
 from tests.support.model_families import PACKED, make_family_model
 from tests.support.trainer_values import make_batch
-from tests.unit.trainer.test_trainer_forward_backward import OWN, Result, assert_same, model, run, section
+from tests.unit.trainer.test_trainer_forward_backward import OWN, Result, assert_same, run, section
 from tests.unit.trainer.test_trainer_packing import gradient, plain_varlen_attn, some_tokens
-
-__all__ = ["model"]  # a fixture
-
 
 CASES = [*((preset, 2, 4096) for preset in (*PRESETS, OWN)), ("tb", 3, 1), ("m2po", 3, 60), (OWN, 3, 60)]
 
@@ -42,7 +39,7 @@ def test_every_objective_has_the_gradient_of_one_process(model: Any, preset: str
     whole = run(model, objective, batch, 4096)
 
     def work(context: Context) -> Result:
-        return run(model, objective, batch, max_tokens, Ranks(), context=context)
+        return run(model, objective, batch, max_tokens, ranks=Ranks(), context=context)
 
     results = in_context_group(size, work)
     total = torch.stack([result[0] for result in results]).sum(dim=0)
@@ -58,9 +55,8 @@ def values_and_gradient(model: Any, context: Context | None, *, temperature: flo
     responses[1] = responses[1][:1]  # with a shared prompt it adds no position
     own = copy.deepcopy(model)
     set_context(own, context)
-    values, _ = LogprobModel(own, temperature=temperature).logprobs_and_entropy(
-        pack_sequences(prompts, responses, "cpu")
-    )
+    sequences = pack_sequences(prompts, responses, "cpu")
+    values, _ = LogprobModel(own, temperature=temperature).logprobs_and_entropy(sequences)
     return values.detach(), gradient(own, values)
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch
-from tba_trainer.model.policy import load_policy
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Batch, Group, RefLogprob, Refusal, Rollout, VersionSpan
 from tests.support.rollout_values import replace
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE, make_batch, make_recipe, make_rollout
 
 NEEDS = Requirements(vocab_size=VOCAB_SIZE, max_tokens=64, ref_logprobs=False, min_group=2)
@@ -38,7 +37,6 @@ def spans(*versions: tuple[int, int]) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan.of(PolicyVersion(*v), i, i + 1) for i, v in enumerate(versions))
 
 
-LONG = np.full(64, 5, dtype=np.int32)
 REFUSALS = [
     ({"reward": None, "reward_status": "pending"}, "no-reward", "its reward is None (status 'pending')"),
     ({"reward": 1e308}, "reward-size", "its reward is 1e+308, beyond +-1e+09: scale the reward"),
@@ -46,7 +44,7 @@ REFUSALS = [
     ({"prompt_id": "another"}, "prompt", "it names prompt 'another'"),
     ({"response_tokens": np.array([5, VOCAB_SIZE])}, "vocabulary", f"token id {VOCAB_SIZE} is outside"),
     ({"prompt_tokens": np.array([10**6])}, "vocabulary", "token id 1000000 is outside the model's vocabulary of 33"),
-    ({"response_tokens": LONG}, "too-long", "67 tokens, model and recipe allow 64"),
+    ({"response_tokens": np.full(64, 5)}, "too-long", "67 tokens, model and recipe allow 64"),
     ({"sampler_logprobs": np.array([-0.5, -1e30])}, "sampler-logprob", "no sampler draws such a token"),
     ({"version_spans": spans((2, 51))}, "future-version", "version 2-51 comes after the trainer's own, 2-50"),
     ({"version_spans": spans((2, 49), (2, 51))}, "future-version", "version 2-51"),
@@ -60,12 +58,9 @@ REFUSALS = [
 def test_a_bad_rollout_is_refused_and_costs_only_itself(change: dict[str, object], reason: str, sentence: str) -> None:
     batch = with_first(change)
     found = filtered(batch)
-    assert [group.rollouts for group in found.groups] == [
-        batch.groups[0].rollouts[1:],
-        *(group.rollouts for group in batch.groups[1:]),
-    ]
+    (bad, *others), *groups = (group.rollouts for group in batch.groups)
+    assert [group.rollouts for group in found.groups] == [tuple(others), *groups]
     [refused] = found.refused
-    bad = batch.groups[0].rollouts[0]
     assert refused.reason == reason
     assert refused.detail.startswith(f"rollout {bad.rollout_id.hex()} of prompt {batch.groups[0].prompt_id!r}: ")
     assert sentence in refused.detail
@@ -87,8 +82,7 @@ def test_ref_logprobs_are_needed_where_only_searchers_compute_them() -> None:
 
     for value in (None, RefLogprob.of(-3.0, PolicyVersion(1, 40))):
         found = with_ref(value)
-        assert found.groups == ()
-        assert count_reasons(found.refused) == {"ref-logprob": 12}
+        assert (found.groups, count_reasons(found.refused)) == ((), {"ref-logprob": 12})
     assert with_ref(RefLogprob.of(-3.0, START)).refused == ()
 
 
@@ -97,8 +91,7 @@ def test_what_is_left_of_a_group_alone_goes_too_where_rollouts_are_compared() ->
     rollouts = tuple(make_rollout(rng, prompt_id="p", reward=reward) for reward in (None, None, 1.0))
     batch = replace(make_batch(0), groups=(Group(prompt_id="p", source="recent", fallback=False, rollouts=rollouts),))
     found = filtered(batch)
-    assert found.groups == ()
-    assert count_reasons(found.refused) == {"group-of-one": 1, "no-reward": 2}
+    assert (found.groups, count_reasons(found.refused)) == ((), {"group-of-one": 1, "no-reward": 2})
     alone = filtered(batch, replace(NEEDS, min_group=1))
     assert alone.rollouts == [rollouts[2]]
     # another slot of the same prompt is another group, and no company
@@ -109,16 +102,12 @@ def test_what_is_left_of_a_group_alone_goes_too_where_rollouts_are_compared() ->
 def test_what_decoding_refused_stays_refused() -> None:
     before = Refusal(reason="malformed", detail="rollout: field 'run' is missing")
     found = filtered(replace(with_first({"reward": None}), refused=(before,)))
-    assert found.refused[0] == before
-    assert count_reasons(found.refused) == {"malformed": 1, "no-reward": 1}
+    assert (found.refused[0], count_reasons(found.refused)) == (before, {"malformed": 1, "no-reward": 1})
 
 
-def test_what_is_needed_follows_from_the_model_and_the_objective(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", hidden_size=32)
-
+def test_what_is_needed_follows_from_the_model_and_the_objective(folder: Path, model: Any) -> None:
     def needs(sections: dict[str, dict[str, object]] | None = None, **objective: object) -> Requirements:
-        recipe = make_recipe(folder, objective=objective, **(sections or {}))
-        return Requirements.of(recipe, load_policy(recipe.model, device="cpu", gradient_checkpointing=False))
+        return Requirements.of(make_recipe(folder, objective=objective, **(sections or {})), model)
 
     assert needs() == Requirements(vocab_size=VOCAB_SIZE, max_tokens=64 + 64, ref_logprobs=False, min_group=2)
     assert needs({"searcher": {"max_prompt_tokens": 8, "max_response_tokens": 5}}).max_tokens == 13

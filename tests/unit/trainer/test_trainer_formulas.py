@@ -238,11 +238,10 @@ def test_ours_is_not_the_published_tba_prime() -> None:
 def test_aggregations_divide_as_they_say(aggregation: str, divisor: Callable[[Problem, int], int]) -> None:
     problem = far_problem(0)
     advantage = advantages(problem.sequences(), objective_of("rloo"), beta=0.0)
-    literal = torch.stack(
-        [-advantage[row] * problem.logprobs(row).sum() / divisor(problem, row) for row in range(problem.num_rollouts)]
-    ).sum()
+    rows = range(problem.num_rollouts)
+    literal = torch.stack([-advantage[row] * problem.logprobs(row).sum() / divisor(problem, row) for row in rows])
     found = problem.gradient(objective_of("rloo", aggregation=aggregation), beta=0.0)
-    assert_same(found, problem.gradient_of(literal))
+    assert_same(found, problem.gradient_of(literal.sum()))
 
 
 @SEEDS

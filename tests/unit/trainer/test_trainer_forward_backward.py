@@ -28,26 +28,18 @@ from tba_trainer.learner.forward_backward import (
 )
 from tba_trainer.model.context import Context, set_context
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import Objective, resolve
 
 from tba.config import ObjectiveSection
 from tba.config.objective import FAMILY, PRESETS
 from tba.wire import Batch, decode_batch
 from tests.support.rollout_values import replace
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import make_batch, make_recipe
+from tests.support.trainer_values import changed, make_batch
 
 OWN = "tests.support.objective_values:weighted_loss"
 BETA = 0.3
 AGES = [0, 3, 40] * 4
 RANK_WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
-    return load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False)
 
 
 def section(preset: str, **values: Any) -> ObjectiveSection:
@@ -71,16 +63,7 @@ Result = tuple[torch.Tensor, dict[str, float | None], list[ForwardResult], int, 
 
 
 def run(
-    model: Any,
-    objective: ObjectiveSection,
-    batch: Batch,
-    max_tokens: int,
-    ranks: Ranks = ALONE,
-    rewards: np.ndarray | None = None,
-    known: dict[str, Logprobs] | None = None,
-    ages: list[int] = AGES,
-    context: Context | None = None,
-    beta: float = BETA,
+    model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, context: Context | None = None, **given: Any
 ) -> Result:
     num_passes = num_sequences = 0
 
@@ -93,30 +76,18 @@ def run(
     model = copy.deepcopy(model)
     set_context(model, context)
     rng, resolved = np.random.default_rng(0), resolve(objective, max_response_tokens=32)
-    work = ForwardBackward(
-        Counting(model, temperature=1.0),
-        resolved,
-        batch.rollouts,
-        groups=batch.group_numbers,
-        rewards=rng.random(len(batch.rollouts)) if rewards is None else rewards,
-        **(known or known_of(batch, resolved, rng)),
-        policy_ages=ages[: len(batch.rollouts)],
-        beta=beta,
-        micro_batch_tokens=max_tokens,
-        ranks=ranks,
-    )
+    rewards = rng.random(len(batch.rollouts))
+    known = given.pop("known", None) or known_of(batch, resolved, rng)
+    usual = {"rewards": rewards, "policy_ages": AGES[: len(rewards)], "beta": BETA, "groups": batch.group_numbers}
+    given = {"micro_batch_tokens": max_tokens, "ranks": ALONE, **usual, **known, **given}
+    work = ForwardBackward(Counting(model, temperature=1.0), resolved, batch.rollouts, **given)
     metrics = work.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     return gradient, metrics, work.results(), num_passes, num_sequences
 
 
 def run_ranks(
-    model: Any,
-    objective: ObjectiveSection,
-    batch: Batch,
-    max_tokens: int,
-    num_ranks: int,
-    rewards: np.ndarray | None = None,
+    model: Any, objective: ObjectiveSection, batch: Batch, max_tokens: int, num_ranks: int, **given: Any
 ) -> list[Result]:
     barrier = threading.Barrier(num_ranks, timeout=RANK_WAIT_S)
     parts: list[torch.Tensor] = [torch.empty(0)] * num_ranks
@@ -134,7 +105,7 @@ def run_ranks(
 
     def work(rank: int) -> Result:
         ranks = Ranks(rank=rank, num_ranks=num_ranks, all_reduce=adder(rank))
-        return run(model, objective, batch, max_tokens, ranks, rewards)
+        return run(model, objective, batch, max_tokens, ranks=ranks, **given)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(work, range(num_ranks)))
@@ -206,12 +177,9 @@ def test_a_first_pass_only_where_needed(model: Any, values: dict[str, Any], max_
 def test_two_slots_of_one_prompt_are_two_groups(model: Any, preset: str, max_tokens: int) -> None:
     """Also after a way over the wire: the means of a group are those of its slot."""
     batch = make_batch(0)
-    rollouts = [replace(rollout, prompt_id="p") for rollout in batch.rollouts]
-    groups = [
-        replace(group, prompt_id="p", rollouts=tuple(rollouts[4 * number : 4 * number + 4]))
-        for number, group in enumerate(batch.groups)
-    ]
-    same = decode_batch(encode_drawn_batch(replace(batch, groups=tuple(groups))))
+    renamed = changed(batch, lambda _, rollout: replace(rollout, prompt_id="p"))
+    groups = tuple(replace(group, prompt_id="p") for group in renamed.groups)
+    same = decode_batch(encode_drawn_batch(replace(batch, groups=groups)))
     assert same.group_numbers == batch.group_numbers == [0] * 4 + [1] * 4 + [2] * 4
     expected, found = (run(model, section(preset), each, max_tokens) for each in (batch, same))
     torch.testing.assert_close(found[0], expected[0])
@@ -234,8 +202,7 @@ def run_tied(model: Any, values: dict[str, Any], rewards: np.ndarray = REWARDS, 
 def test_tied_groups_cost_no_pass(model: Any, preset: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"preset": preset, "beta": {"value": 0.0}}
     found, metrics, results, _, num_sequences = run_tied(model, values, max_tokens=max_tokens)
-    assert num_sequences == 4
-    assert metrics["num_rollouts_without_gradient"] == 8
+    assert (num_sequences, metrics["num_rollouts_without_gradient"]) == (4, 8)
     assert [item.logprob is None for item in results] == [True] * 4 + [False] * 4 + [True] * 4
     monkeypatch.setattr(Objective, "reads_theta", True)  # then rewards alone do not decide which rows have a pass
     monkeypatch.setattr(Objective, "needs_complete_groups", False)
@@ -251,8 +218,7 @@ def test_tied_groups_cost_no_pass(model: Any, preset: str, max_tokens: int, monk
 @pytest.mark.parametrize(("preset", "beta"), [("grpo", 0.1), ("tb", 0.1), ("kimi", 0.1), ("m2po", 0.0)])
 def test_tied_groups_have_their_pass_where_more_than_rewards_decide(model: Any, preset: str, beta: float) -> None:
     _, metrics, *_, num_sequences = run_tied(model, {"preset": preset, "beta": {"value": beta}})
-    assert num_sequences == 12
-    assert metrics["num_rollouts_without_gradient"] == 0
+    assert (num_sequences, metrics["num_rollouts_without_gradient"]) == (12, 0)
 
 
 @pytest.mark.parametrize("preset", FAMILY)
@@ -277,14 +243,13 @@ def test_masked_tied_groups_cost_no_pass_and_only_their_gradient(model: Any, pre
     assert asked == [[r.rollout_id for r in batch.rollouts[rows]]] * 2
     alone = replace(batch, groups=batch.groups[1:2])
     # the ages of the group: AGES repeats after three rollouts and not after four
-    expected, *_ = run(theta, section(preset), alone, 4096, rewards=REWARDS[rows], known=known, ages=AGES[rows])
+    expected, *_ = run(theta, section(preset), alone, 4096, rewards=REWARDS[rows], known=known, policy_ages=AGES[rows])
     expected *= 4 / 12
     # norms and rotary embeddings of the model are float32 in any case
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-4)
     unmasked, *_ = run(theta, section(preset), batch, max_tokens, rewards=REWARDS, known=known)
     assert (unmasked - expected).norm() > 100 * (found - expected).norm()
-    assert metrics["num_rollouts_without_gradient"] == 8
-    assert metrics["tied_group_share"] == pytest.approx(2 / 3)
+    assert (metrics["num_rollouts_without_gradient"], metrics["tied_group_share"]) == (8, pytest.approx(2 / 3))
     assert [item.logprob is None for item in results] == [True] * 4 + [False] * 4 + [True] * 4
     pulls = [item.advantage or 0.0 for item in results]
     assert any(pulls[4:8])
@@ -305,7 +270,7 @@ PLAIN = [section(name, beta={"value": 0.0}) for name in ("grpo", "reinforce", "p
 def test_ranks_agree_what_has_no_pass(model: Any, objective: ObjectiveSection, num_ranks: int, max_tokens: int) -> None:
     """Also with fewer rollouts than ranks. All make the same number of passes, since each is a collective."""
     whole = run(model, objective, make_batch(0), 4096, rewards=REWARDS)
-    results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, REWARDS)
+    results = run_ranks(model, objective, make_batch(0), max_tokens, num_ranks, rewards=REWARDS)
     torch.testing.assert_close(torch.stack([r[0] for r in results]).sum(dim=0), whole[0], atol=2e-6, rtol=2e-4)
     assert whole[0].norm() > 0
     for result in results:
@@ -316,20 +281,17 @@ def test_ranks_agree_what_has_no_pass(model: Any, objective: ObjectiveSection, n
 
 @pytest.mark.parametrize("objective", [PLAIN[0], section("tba_prime", mask_tied=True)], ids=lambda each: each.preset)
 def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any, objective: ObjectiveSection) -> None:
-    found = run_ranks(model, objective, make_batch(0), 4096, 3, np.ones(12))
+    found = run_ranks(model, objective, make_batch(0), 4096, 3, rewards=np.ones(12))
     assert [result[3] for result in found] == [1, 1, 1]  # the filler
     assert all(float(gradient.abs().max()) == 0 for gradient, *_ in found)
     assert [metrics["entropy"] for _, metrics, *_ in found] == [None] * 3
 
 
 def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:
-    gradient, metrics, results, _, num_sequences = run_tied(
-        model, {"preset": "grpo", "beta": {"value": 0.0}}, np.ones(12)
-    )
+    values = {"preset": "grpo", "beta": {"value": 0.0}}
+    gradient, metrics, results, _, num_sequences = run_tied(model, values, np.ones(12))
     assert num_sequences == 1  # the filler
-    assert gradient.abs().max() == 0
-    assert metrics["entropy"] is None
-    assert metrics["num_rollouts_without_gradient"] == 12
+    assert (gradient.abs().max(), metrics["entropy"], metrics["num_rollouts_without_gradient"]) == (0, None, 12)
     found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
     assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
     assert found["num_rollouts"] == 12
@@ -340,10 +302,8 @@ ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), min_size=1, ma
 
 
 def plan_of(rows: Rows, max_tokens: int, *, num_ranks: int = 1, keep_groups: bool = True) -> Plan:
-    lengths, groups = [length for length, _ in rows], [group for _, group in rows]
-    return plan_micro_batches(
-        lengths, groups, max_tokens, rows=range(len(rows)), num_ranks=num_ranks, keep_groups=keep_groups
-    )
+    lengths, groups, places = [length for length, _ in rows], [group for _, group in rows], range(len(rows))
+    return plan_micro_batches(lengths, groups, max_tokens, rows=places, num_ranks=num_ranks, keep_groups=keep_groups)
 
 
 def split(rows: Rows, plan: Plan) -> list[int]:
@@ -362,13 +322,12 @@ def test_every_rollout_is_once_within_the_bound(rows: Rows, max_tokens: int, num
     for micro_batch in everything:
         assert load(rows, micro_batch) <= max_tokens or len(micro_batch) == 1
     assert {len(micro_batches) for micro_batches in plan} == {num_ranks}
-    incomplete = []
-    for number, micro_batches in enumerate(plan):
-        for micro_batch in micro_batches:
-            here = {rows[i][1] for i in micro_batch}
-            if {i for i, (_, group) in enumerate(rows) if group in here} != set(micro_batch):
-                incomplete.append(number)
-    assert split(rows, plan) == sorted(set(incomplete))
+    incomplete = set()
+    for number, micro_batch in ((n, each) for n, micro_batches in enumerate(plan) for each in micro_batches):
+        here = {rows[i][1] for i in micro_batch}
+        if {i for i, (_, group) in enumerate(rows) if group in here} != set(micro_batch):
+            incomplete.add(number)
+    assert split(rows, plan) == sorted(incomplete)
 
 
 def test_a_plan_of_some_rollouts_is_that_of_them_alone() -> None:

@@ -44,21 +44,17 @@ def names(result: StepAction) -> list[str]:
 def test_a_step_that_is_fine_is_applied_and_says_nothing() -> None:
     result = after(make_guards(), *[FINE] * 20)
     assert (result.skip, result.alarms, result.actions, result.reason) == (None, (), frozenset(), "")
-    assert result.state.gauges() == {f"{kind}_{n}": 0.0 for kind in ("alarms", "alarm_on") for n in NAMES} | {
-        "rollbacks": 0.0
-    }
+    expected = [*(f"{kind}_{name}" for kind in ("alarms", "alarm_on") for name in NAMES), "rollbacks"]
+    assert result.state.gauges() == dict.fromkeys(expected, 0.0)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"loss": math.nan}, {"loss": math.inf}, {"grad_norm": math.inf}, {"grad_norm": math.nan}]
-)
+@pytest.mark.parametrize("bad", [{name: value} for name in ("loss", "grad_norm") for value in (math.nan, math.inf)])
 @pytest.mark.parametrize("action", ["none", "skip", "fail"])
 def test_what_is_not_finite_is_never_applied_whatever_the_action(bad: dict[str, float], action: str) -> None:
     for patience in (1, 3):
         guards = make_guards(non_finite={"action": action, "patience_steps": patience})
         result = after(guards, FINE, FINE | bad)
-        assert result.skip == "non_finite"
-        assert names(result) == (["non_finite"] if patience == 1 else [])
+        assert (result.skip, names(result)) == ("non_finite", ["non_finite"] if patience == 1 else [])
 
 
 def test_a_norm_is_a_spike_beside_the_median_of_the_applied_ones() -> None:
@@ -67,8 +63,7 @@ def test_a_norm_is_a_spike_beside_the_median_of_the_applied_ones() -> None:
     assert names(after(guards, FINE, FINE | {"grad_norm": 1e6})) == []  # one norm says nothing about the usual
     assert names(after(guards, *usual, FINE | {"grad_norm": 19.9})) == []
     result = after(guards, *usual, FINE | {"grad_norm": 20.1})
-    assert names(result) == ["grad_spike"]
-    assert result.skip == "grad_spike"
+    assert (names(result), result.skip) == (["grad_spike"], "grad_spike")
     assert result.reason == "grad_spike: the gradient norm is 20.1, more than 10 times the usual 2"
     assert result.state.grad_norms == (1.0, 2.0, 3.0, 20.0)  # no higher than what was still usual
     assert after(guards, *[FINE] * 50).state.grad_norms == (1.0,) * 8
@@ -133,20 +128,15 @@ def test_batches_without_a_gradient_say_nothing_about_the_usual_norm() -> None:
 def test_an_alarm_alone_changes_nothing_about_the_step() -> None:
     for name in ("grad_spike", "ess_collapse", "log_ratio_drift"):
         result = after(make_guards(**{name: {"patience_steps": 1}}), *[FINE] * 10, FINE | BAD[name])
-        assert names(result) == [name]
-        assert (result.skip, result.actions, result.reason) == (None, frozenset(), "")
+        assert (names(result), result.skip, result.actions, result.reason) == ([name], None, frozenset(), "")
         assert result.state.num_alarms == {name: 1}
 
 
 def test_the_defaults_skip_what_is_not_finite_fail_on_another_model_and_only_tell_the_rest() -> None:
     guards = GuardsSection()
-    assert {name: getattr(guards, name).action for name in NAMES} == {
-        "non_finite": "skip",
-        "grad_spike": "none",
-        "ess_collapse": "none",
-        "log_ratio_drift": "none",
-        "on_policy_gap": "fail",
-    }
+    others = dict.fromkeys(("grad_spike", "ess_collapse", "log_ratio_drift"), "none")
+    expected = {"non_finite": "skip", **others, "on_policy_gap": "fail"}
+    assert {name: getattr(guards, name).action for name in NAMES} == expected
 
 
 def test_log_probs_of_another_model_at_age_0_fail_the_run_before_the_batch_is_applied() -> None:
@@ -169,8 +159,7 @@ def test_patience_counts_steps_in_a_row_and_begins_again_after_the_alarm(name: s
         if result.alarms:
             fired.append(step)
             assert (result.actions, result.skip) == ({"pause"}, name)
-    assert fired == [6, 9]
-    assert state.num_alarms == {name: 2}
+    assert (fired, state.num_alarms) == ([6, 9], {name: 2})
 
 
 def test_what_is_unknown_in_a_step_neither_counts_nor_ends_a_row() -> None:
@@ -190,8 +179,7 @@ def test_every_action_skips_the_batch(action: str) -> None:
 def test_the_actions_of_several_alarms_add_up() -> None:
     alarms = {"ess_collapse": {"patience_steps": 1, "action": "pause"}, "non_finite": {"action": "rollback"}}
     result = after(make_guards(**alarms), FINE | BAD["ess_collapse"] | BAD["non_finite"])
-    assert result.actions == {"pause", "rollback"}
-    assert result.skip == "non_finite"
+    assert (result.actions, result.skip) == ({"pause", "rollback"}, "non_finite")
 
 
 def test_too_many_skipped_batches_in_a_row_fail_the_run() -> None:
@@ -220,8 +208,7 @@ def test_rollbacks_are_bounded_and_counted_across_the_rollback() -> None:
         saved = saved.after_resume(num_rollbacks=num_rollbacks, rolled_back=result.state)
     assert "rollbacks so far: 2, and a run may have no more" in result.reason
     resumed = GuardState().after_resume(num_rollbacks=2, rolled_back=None)
-    assert check_step(guards, resumed, bad).actions == {"fail"}
-    assert saved.num_alarms == {"non_finite": 3}
+    assert (check_step(guards, resumed, bad).actions, saved.num_alarms) == ({"fail"}, {"non_finite": 3})
     assert saved.grad_norms == (1.0,)
 
 
@@ -273,8 +260,7 @@ METRICS = st.none() | st.fixed_dictionaries(
 
 @given(st.lists(METRICS, min_size=1, max_size=40), st.integers(0, 39))
 def test_a_state_from_a_checkpoint_decides_the_same(steps: list[dict[str, float | None] | None], cut: int) -> None:
-    alarms = {name: {"patience_steps": 2, "action": "rollback"} for name in NAMES}
-    guards = make_guards(**alarms)
+    guards = make_guards(**{name: {"patience_steps": 2, "action": "rollback"} for name in NAMES})
     state, resumed = GuardState(), GuardState()
     for step, metrics in enumerate(steps):
         if step == cut:

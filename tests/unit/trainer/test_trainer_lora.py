@@ -170,11 +170,8 @@ def test_whoever_merges_an_adapter_has_the_bits_of_the_canary(tmp_path: Path, na
     published = dict(published_tensors(model))
     assert {f"{layer}.weight" for layer, module in model.named_modules() if is_adapted(module)} == layers.keys()
     for parameter_name, parameter in writer._published.named_parameters():
-        raw = start[parameter_name]
-        if parameter_name in layers:
-            merged = np.concatenate(list(merged_blocks(raw, layers[parameter_name])))
-        else:
-            merged = raw[2]
+        raw, layer = start[parameter_name], layers.get(parameter_name)
+        merged = raw[2] if layer is None else np.concatenate(list(merged_blocks(raw, layer)))
         assert torch.equal(parameter.reshape(-1).view(torch.uint8), torch.from_numpy(merged.copy()))
         # peft adds in float32, and rounds the sum once: the published base has been rounded before
         tolerance = {"float32": 1e-6, "float16": 2**-10, "bfloat16": 2**-7}[dtype]

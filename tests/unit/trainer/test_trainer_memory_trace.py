@@ -126,21 +126,14 @@ def test_a_model_that_cannot_be_traced_gets_a_sentence() -> None:
 def test_a_real_step_holds_what_its_trace_says(
     tmp_path: Path, architecture: Architecture, num_tokens: int, sections: dict[str, dict[str, Any]]
 ) -> None:
-    tied = architecture == "qwen2"
-    folder = make_tiny_model(
-        tmp_path / "model", architecture=architecture, tied=tied, hidden_size=128, num_layers=2, vocab_size=4096
-    )
+    sizes: dict[str, Any] = {"tied": architecture == "qwen2", "hidden_size": 128, "num_layers": 2, "vocab_size": 4096}
+    folder = make_tiny_model(tmp_path / "model", architecture=architecture, **sizes)
     checkpointing = sections.get("trainer", {}).get("gradient_checkpointing", False)
-    recipe = make_recipe(
-        folder,
-        **{
-            **sections,
-            "sampling": {"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4},
-            "searcher": {"max_prompt_tokens": num_tokens // 4, "max_response_tokens": num_tokens - num_tokens // 4},
-            # in float32: a CPU keeps no wide sums of products in 16 bits
-            "trainer": {"micro_batch_tokens": 4 * num_tokens, "gradient_checkpointing": checkpointing},
-        },
-    )
+    sampling = {"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4}
+    searcher = {"max_prompt_tokens": num_tokens // 4, "max_response_tokens": num_tokens - num_tokens // 4}
+    # in float32: a CPU keeps no wide sums of products in 16 bits
+    trainer = {"micro_batch_tokens": 4 * num_tokens, "gradient_checkpointing": checkpointing}
+    recipe = make_recipe(folder, **{**sections, "sampling": sampling, "searcher": searcher, "trainer": trainer})
     config = json.loads((folder / "config.json").read_text())
     traced = trace_step(recipe, config, num_layers=2)
     model = load_policy(recipe.model, device="cpu", gradient_checkpointing=checkpointing)

@@ -72,8 +72,7 @@ def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: P
         assert [seen.count(layer.mlp) for layer in model.model.layers] == passes
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         results.append((values.detach(), gradient))
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], atol=0, rtol=0)
+    torch.testing.assert_close(*results, atol=0, rtol=0)
 
 
 def random_head(*, dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[torch.Tensor, ...]:
@@ -142,15 +141,11 @@ def test_bfloat16_products_answer_in_float32(chunk_bytes: int | None) -> None:
         wide_hidden, wide_weight, wide_bias, _ = random_head()
         plain(wide_hidden, wide_weight, wide_bias, targets).sum().backward()
         assert wide_weight.grad is not None
-        assert (
-            torch.nn.functional.cosine_similarity(weight.grad.double().flatten(), wide_weight.grad.flatten(), dim=0)
-            > 0.999
-        )
+        gradients = weight.grad.double().flatten(), wide_weight.grad.flatten()
+        assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.999
 
 
-# ---- Dropout is off in train mode, which gradient checkpointing needs, also in families that have no dropout module -
-
-
+# Dropout is off in train mode, which gradient checkpointing needs, also in families that have no dropout module.
 _OF_ALL = {"vocab_size": 37, "hidden_size": 16, "num_attention_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"num_hidden_layers": 2, "ffn_dim": 32, "max_position_embeddings": 32, "word_embed_proj_dim": 16}
@@ -162,9 +157,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def folder_of(family: str, folder: Path) -> Path:
-    config = AutoConfig.for_model(
-        family, **_OF_ALL, **FAMILIES[family], initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=1
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = AutoConfig.for_model(family, **_OF_ALL, **FAMILIES[family], **tokens, initializer_range=0.2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)

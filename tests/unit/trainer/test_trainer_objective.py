@@ -147,13 +147,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tb_behaviour, behaviour centre": ("tb_behaviour", {"centre": "behaviour"}),
 }
 every_objective = pytest.mark.parametrize("name", VARIANTS)
-problems = st.builds(
-    make_problem,
-    st.integers(0, 10_000),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    drift=st.sampled_from([0.0, 0.3, 1.5]),
-    age=st.sampled_from([0, 3, 40]),
-)
+drifts, ages = st.sampled_from([0.0, 0.3, 1.5]), st.sampled_from([0, 3, 40])
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+problems = st.builds(make_problem, st.integers(0, 10_000), sizes=sizes, drift=drifts, age=ages)
 few = settings(max_examples=15, deadline=None)
 
 
@@ -162,8 +158,8 @@ def named(name: str) -> Objective:
     return objective_of(preset, **fields)
 
 
-def close(left: torch.Tensor, right: torch.Tensor) -> None:
-    torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-10)
+def close(left: torch.Tensor, right: torch.Tensor, rtol: float = 1e-8, atol: float = 1e-10) -> None:
+    torch.testing.assert_close(left, right, rtol=rtol, atol=atol)
 
 
 @every_objective
@@ -196,9 +192,7 @@ def test_order_cuts_and_group_numbers_do_not_matter(name: str, problem: Any, see
 @given(problem=problems, shift=st.floats(-50, 50))
 def test_one_constant_on_every_reward_of_the_batch_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, reward=problem.reward + shift)
-    torch.testing.assert_close(
-        shifted.gradient(named(name), beta=KL), problem.gradient(named(name), beta=KL), rtol=1e-6, atol=1e-8
-    )
+    close(shifted.gradient(named(name), beta=KL), problem.gradient(named(name), beta=KL), rtol=1e-6, atol=1e-8)
 
 
 SHIFTABLE = [name for name in VARIANTS if named(name).needs_complete_groups and not named(name).clamps_tokens]
@@ -209,12 +203,8 @@ SHIFTABLE = [name for name in VARIANTS if named(name).needs_complete_groups and 
 @given(problem=problems, shift=st.floats(-50, 50))
 def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, problem: Any, shift: float) -> None:
     shifted = replace(problem, ref=problem.ref + shift)
-    torch.testing.assert_close(
-        advantages(shifted.sequences(), named(name), beta=KL),
-        advantages(problem.sequences(), named(name), beta=KL),
-        rtol=1e-6,
-        atol=1e-8,
-    )
+    found, expected = (advantages(each.sequences(), named(name), beta=KL) for each in (shifted, problem))
+    close(found, expected, rtol=1e-6, atol=1e-8)
 
 
 @every_objective
@@ -223,12 +213,8 @@ def test_one_constant_on_every_reference_log_prob_changes_nothing(name: str, pro
 def test_other_groups_are_of_no_account_unless_the_objective_says_so(name: str, problem: Any) -> None:
     objective = named(name)
     together = advantages(problem.sequences(), objective, beta=KL)
-    alone = torch.cat(
-        [
-            advantages(problem.rows((problem.group == number).nonzero()[:, 0].tolist()).sequences(), objective, beta=KL)
-            for number in problem.group.unique()
-        ]
-    )
+    groups = [problem.rows((problem.group == number).nonzero()[:, 0].tolist()) for number in problem.group.unique()]
+    alone = torch.cat([advantages(group.sequences(), objective, beta=KL) for group in groups])
     if not objective.needs_complete_batch:
         close(together, alone)
 
@@ -255,20 +241,12 @@ def test_what_an_objective_says_it_does_not_read_it_does_not_read(name: str, pro
 def test_a_micro_batch_without_rollouts_adds_nothing_and_has_a_gradient(name: str) -> None:
     """A rank that has nothing left to do gets such a micro-batch."""
     theta = torch.zeros(3, requires_grad=True)
-    nothing = torch.zeros(0, dtype=torch.long)
-    none = torch.zeros(0)
-    tokens = Tokens(
-        logprobs=theta[nothing],
-        sampler_logprobs=none,
-        row=nothing,
-        num_rows=0,
-        trainer_logprobs=none,
-        num_prompt_tokens=nothing,
-    )
+    nothing, none = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    of_no_token = {"sampler_logprobs": none, "trainer_logprobs": none, "row": nothing, "num_prompt_tokens": nothing}
+    tokens = Tokens(logprobs=theta[nothing], num_rows=0, **of_no_token)
     totals = Totals(num_rollouts=4, num_tokens=9, num_groups=2)
     loss, metrics, weights = objective_loss(tokens, torch.zeros(0), named(name), totals=totals)
     loss.backward()
     assert theta.grad is not None
     assert not theta.grad.any()
-    assert set(map(float, metrics.values())) == {0.0}
-    assert len(weights) == 0
+    assert (set(map(float, metrics.values())), len(weights)) == ({0.0}, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,22 +19,14 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Batch, VersionSpan
 from tests.support.learner_values import gradient, make_learner, make_state, move, token_logprobs
 from tests.support.rollout_values import replace
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 
 FIRST, SECOND, THIRD = PolicyVersion(1, 2), PolicyVersion(1, 4), PolicyVersion(1, 6)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
-
-
 def old_policy_of(learner: Learner, *, max_versions: int = 8) -> OldPolicy:
-    policy = LogprobModel(learner.model, temperature=1.0)
-    return OldPolicy(
-        learner.model, policy, max_versions=max_versions, max_cached=100, micro_batch_tokens=4096, ranks=ALONE
-    )
+    policy, sizes = LogprobModel(learner.model, temperature=1.0), {"max_cached": 100, "micro_batch_tokens": 4096}
+    return OldPolicy(learner.model, policy, max_versions=max_versions, **sizes, ranks=ALONE)
 
 
 def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(folder: Path) -> None:
@@ -118,9 +110,7 @@ def test_a_checkpoint_keeps_the_weights_of_published_versions_and_their_log_prob
     resumed.restore(make_state(str(FIRST), learner), kept)
     assert torch.equal(gradient(resumed, batch), expected)
     later = replace(make_rollout(np.random.default_rng(5)), version_spans=(VersionSpan.of(FIRST, 0, 7),))
-    ours, theirs = (each._old_policy for each in (resumed, learner))
-    assert ours is not None
-    assert theirs is not None
+    ours, theirs = (cast(OldPolicy, each._old_policy) for each in (resumed, learner))
     np.testing.assert_array_equal(ours.logprobs([later])[0], theirs.logprobs([later])[0])
 
 

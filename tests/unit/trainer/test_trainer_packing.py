@@ -1,4 +1,5 @@
-"""Packed passes against the model called on one sequence at a time: per family, values and gradients."""
+"""Packed passes against the model called on one sequence at a time: per family, values and gradients. With experts,
+whose products run in the compute dtype, nothing but the objective is trained."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tba_trainer.model.packing import (
     pack_sequences,
     response_sums,
 )
-from tba_trainer.model.policy import compile_layers
+from tba_trainer.model.policy import compile_layers, prepare
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface
 
@@ -83,9 +84,8 @@ def test_a_mask_begins_where_a_card_can_read_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(packing, "WINDOW_BLOCK", 8)
     module: Any = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=False)
     for num_queries, num_keys, window in itertools.product((1, 7, 20, 41), (41, 43), (3, 13, 100)):
-        query, key, value = (
-            torch.randn(1, 2, num, 4, dtype=torch.bfloat16) for num in (num_queries, num_keys, num_keys)
-        )
+        shapes = [(1, 2, num, 4) for num in (num_queries, num_keys, num_keys)]
+        query, key, value = (torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
         packing.attend_in_window(module, (query, key, value), None, window)
     assert len(masks) > 50
     assert {mask.data_ptr() % 16 for mask in masks if mask is not None} == {0}
@@ -153,8 +153,7 @@ def test_sequences_are_laid_out_one_after_another() -> None:
     responses = [np.array([10, 11], dtype=np.int32), np.array([12, 13, 1], dtype=np.int32)]
     packed = pack_sequences(prompts, responses, "cpu")
     assert packed.input_ids.tolist() == [[5, 6, 7, 10, 8, 12, 13]]  # the last response token predicts nothing
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
-    assert packed.predictors.tolist() == [2, 3, 4, 5, 6]
+    assert (packed.position_ids.tolist(), packed.predictors.tolist()) == ([[0, 1, 2, 3, 0, 1, 2]], [2, 3, 4, 5, 6])
     assert packed.response_tokens.tolist() == [10, 11, 12, 13, 1]  # the end-of-sequence token stays in
     assert packed.row.tolist() == [0, 0, 1, 1, 1]
     assert response_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), packed).tolist() == [3.0, 28.0]
@@ -165,8 +164,7 @@ def test_a_prompt_that_comes_again_is_there_once() -> None:
     responses = [np.array(tokens, dtype=np.int32) for tokens in ([10, 11], [12, 1], [13, 14, 15], [1])]
     packed = pack_sequences(prompts, responses, "cpu")
     assert packed.input_ids.tolist() == [[5, 6, 7, 10, 5, 6, 12, 13, 14]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
-    assert packed.lengths == (4, 3, 5, 3)
+    assert (packed.position_ids.tolist(), packed.lengths) == ([[0, 1, 2, 3, 0, 1, 2, 3, 4]], (4, 3, 5, 3))
     assert packed.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 7, 8, 0, 1, 2]
     assert packed.predictors.tolist() == [2, 3, 5, 6, 2, 7, 8, 2]
     segments = find_segments(packed.lengths, "cpu", positions=packed.positions)
@@ -257,9 +255,7 @@ def test_variable_length_attention_gets_whole_sequences(monkeypatch: pytest.Monk
 def values_and_gradient(policy: LogprobModel, num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
     rng = np.random.default_rng(num_sequences)
     lengths = rng.integers(1, 9, (num_sequences, 2))
-    prompts, responses = (
-        [rng.integers(2, VOCAB_SIZE, n).astype(np.int32) for n in column] for column in lengths.T.tolist()
-    )
+    prompts, responses = ([rng.integers(2, VOCAB_SIZE, n).astype(np.int32) for n in column] for column in lengths.T)
     policy.model.zero_grad()
     values = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
     values.sum().backward()
@@ -277,9 +273,8 @@ def test_compiled_layers_compute_the_same_for_batches_of_any_size() -> None:
     assert getattr(AttentionInterface()[PACKED_ATTENTION], "_torchdynamo_disable", False)
     counts = []
     for num_sequences in (3, 5, 9):
-        torch.testing.assert_close(
-            values_and_gradient(policy, num_sequences), values_and_gradient(plain, num_sequences), atol=1e-5, rtol=1e-5
-        )
+        found, expected = (values_and_gradient(each, num_sequences) for each in (policy, plain))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         counts.append(backend.frame_count)
     assert counts[0] == counts[1] == counts[2] > 0
     assert copy.deepcopy(model).model.layers[0]._compiled_call_impl is None  # the reference is not compiled
@@ -288,3 +283,58 @@ def test_compiled_layers_compute_the_same_for_batches_of_any_size() -> None:
 def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match="Linear has no decoder layers"):
         compile_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
+    """The dtypes of each product with experts, from now on."""
+    grouped_mm, seen = torch.nn.functional.grouped_mm, list[tuple[torch.dtype, torch.dtype]]()
+
+    def note(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        seen.append((left.dtype, right.dtype))
+        return grouped_mm(left, right, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", note)
+    return seen
+
+
+def test_autocast_reaches_the_experts(products: list[tuple[torch.dtype, torch.dtype]]) -> None:
+    model, plain = (make_family_model("qwen3_moe") for _ in range(2))
+    sequences = pack_sequences(*some_tokens(), "cpu")
+    exact = gradient(plain, LogprobModel(plain, temperature=0.7).token_logprobs(sequences))
+    assert set(products) == {(torch.float32, torch.float32)}
+    products.clear()
+    policy = LogprobModel(copy.deepcopy(model), temperature=0.7, autocast_dtype=torch.bfloat16)
+    found = gradient(policy.model, policy.token_logprobs(sequences))
+    assert (set(products), found.dtype) == ({(torch.bfloat16, torch.bfloat16)}, torch.float32)
+    assert 0.98 < torch.nn.functional.cosine_similarity(found, exact, dim=0) < 1
+    logits = model(input_ids=sequences.input_ids).logits  # the mode of experts is one of the model, not of all
+    assert torch.equal(logits, make_family_model("qwen3_moe")(input_ids=sequences.input_ids).logits)
+
+
+def test_no_loss_of_the_router_is_trained() -> None:
+    """Also where config.json asks for its logits, with which transformers adds a loss beside its own."""
+    model, plain = (make_family_model("qwen3_moe") for _ in range(2))
+    model.config.output_router_logits = True
+    sequences = pack_sequences(*some_tokens(), "cpu")
+    gradients = [gradient(m, LogprobModel(m, temperature=0.7).token_logprobs(sequences)) for m in (model, plain)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, None])
+def test_layers_with_experts_are_compiled_and_computed_again(autocast_dtype: Any, products: list[Any]) -> None:
+    """Their products are those of layers that are not compiled: a layer that is computed again has the same."""
+    model = make_family_model("qwen3_moe")
+    plain = copy.deepcopy(model)
+    policy = LogprobModel(prepare(model, None, True), temperature=1.0, autocast_dtype=autocast_dtype)
+    backend = CompileCounterWithBackend("eager")
+    compile_layers(model, backend=backend)  # type: ignore[arg-type]
+    products.clear()  # of the check of `prepare`
+    sequences = pack_sequences(*some_tokens(), "cpu")
+    found = gradient(model, policy.token_logprobs(sequences))
+    assert backend.frame_count > 0
+    # two products of the one layer that has experts, twice
+    assert [left for left, _ in products] == [autocast_dtype or torch.float32] * 4
+    expected = LogprobModel(plain, temperature=1.0, autocast_dtype=autocast_dtype).token_logprobs(sequences)
+    torch.testing.assert_close(found, gradient(plain, expected), atol=1e-5, rtol=1e-5)

@@ -35,7 +35,6 @@ from tba.config.evaluation import EvalSection
 from tba.errors import RunOverError
 from tba.versions import START, PolicyVersion
 from tba.wire import STARTED_AT_S, WAITED_S, Batch, decode_heartbeat, encode_heartbeat
-from tests.support.buffer import SERVICE_PATHS
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import RecordedBuffer, make_batch, make_recipe
 from tests.support.waits import until
@@ -72,12 +71,11 @@ def test_a_snapshot_is_kept_and_whole_after_a_full_disk(tmp_path: Path, monkeypa
     with torch.no_grad():
         for parameter in theta.parameters():
             parameter.zero_()
-    save, num_saved = weight_files.save_file, 0
+    save, saved = weight_files.save_file, list[Any]()
 
     def save_one(*args: Any) -> None:
-        nonlocal num_saved
-        num_saved += 1
-        if num_saved == 2:
+        saved.append(args)
+        if len(saved) == 2:
             raise OSError(errno.ENOSPC, "no space left on device")
         save(*args)
 
@@ -85,7 +83,7 @@ def test_a_snapshot_is_kept_and_whole_after_a_full_disk(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="no space"):
         taken.write()
     taken.write()
-    assert num_saved > 4
+    assert len(saved) > 4
     assert not taken.held
     assert taken.tensors.keys() == before.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in taken.tensors.items())
@@ -132,10 +130,8 @@ def test_an_evaluation_that_a_stop_cut_off_is_due_at_the_next_version(start_step
 
 
 def prefetcher_of(draw: Callable[[int, float], Batch], **limits: Any) -> Prefetcher:
-    status = Status(trainer_id="trainer", run="demo")
-    return Prefetcher(
-        draw, status=status, first_step=1, last_step=5, batch_wait_s=5.0, stop=threading.Event(), **limits
-    )
+    status, stop = Status(trainer_id="trainer", run="demo"), threading.Event()
+    return Prefetcher(draw, status=status, first_step=1, last_step=5, batch_wait_s=5.0, stop=stop, **limits)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -241,9 +237,7 @@ def test_heartbeats_say_how_long_the_trainer_has_waited_by_name_the_open_wait_to
     now += 10.0  # at work
     with status.named_wait("batch", 60.0):
         now += 0.25
-    assert waited() == {"batch": 2.25, "samples-per-insert": 3.5}
-    assert status.waited_s == 5.75
-    assert status.beat({}).wait is None
+    assert (waited(), status.waited_s, status.beat({}).wait) == ({"batch": 2.25, "samples-per-insert": 3.5}, 5.75, None)
 
 
 PROGRAM = """
@@ -257,6 +251,6 @@ exit_process(3)
 
 @pytest.mark.parametrize(("world_size", "code"), [("2", 3), ("1", -6)])
 def test_in_a_team_no_teardown_follows(world_size: str, code: int) -> None:
-    environ = {**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS))}
+    environ = {**os.environ, "WORLD_SIZE": world_size}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, "said before the end" if world_size == "2" else done.stdout)

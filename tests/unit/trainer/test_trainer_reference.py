@@ -15,13 +15,7 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Batch, RefLogprob
 from tests.support.learner_values import make_learner, move, token_logprobs
 from tests.support.rollout_values import replace
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import changed, make_batch, make_rollout
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=32)
 
 
 def model_reference(learner: Learner) -> ModelReference:
@@ -49,13 +43,11 @@ def test_ref_log_probs_are_computed_once_until_a_reset(folder: Path) -> None:
     learner = make_learner(folder, objective={"preset": "tba_prime", "reference_reset_steps": 50})
     reference = model_reference(learner)
     before = reference.logprobs(batch.rollouts)
-    assert reference.logprobs(batch.rollouts) == before
-    assert reference.num_computed == 12
+    assert (reference.logprobs(batch.rollouts), reference.num_computed) == (before, 12)
     move(learner)
     reference.after_step(PolicyVersion(1, 50))
     after = reference.logprobs(batch.rollouts)
-    assert reference.num_computed == 24
-    assert reference.version == PolicyVersion(1, 50)
+    assert (reference.num_computed, reference.version) == (24, PolicyVersion(1, 50))
     assert after[0] == pytest.approx(token_logprobs(learner.model, batch.rollouts[0]).sum(), abs=1e-4)
     assert after[0] != pytest.approx(before[0], abs=1e-3)
 
@@ -71,8 +63,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(folder: Path) -> None
     reference.logprobs([rollouts[0]])
     assert reference.num_computed == 3
     reference.logprobs([rollouts[1]])
-    assert reference.num_computed == 4
-    assert len(reference.cache.tensors()["ref_logprobs"]) == 2
+    assert (reference.num_computed, len(reference.cache.tensors()["ref_logprobs"])) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ def test_the_settings_are_read_once_and_again_when_another_revision_is_told(reci
     assert values.at(4).beta == 0.7
     assert (values.at(5).learning_rate, values.revision, values.eval_every_steps) == (0.01, 1, 5)
     operator(buffer, beta=None)
-    assert values.at(5).beta == pytest.approx(0.2)
-    assert values.revision == 2
+    assert (values.at(5).beta, values.revision) == (pytest.approx(0.2), 2)
 
 
 def test_a_trainer_that_starts_continues_with_the_live_values(recipe: Recipe, buffer: Any) -> None:

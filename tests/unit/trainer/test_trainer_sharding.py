@@ -31,14 +31,13 @@ from tba.errors import ConfigError
 from tests.support.model_families import make_family_model
 from tests.support.trainer_values import make_recipe
 
-NUM_RANKS = 4
 NUM_MICRO_BATCHES = 3
 GATHER, REDUCE, ADD = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -27,9 +27,8 @@ from tests.support.wandb_files import history_of
 
 
 def evaluation(version: str, **numbers: Any) -> EvalInfo:
-    return EvalInfo(
-        eval_id=f"eval-{version}", version=version, state="done", num_prompts=8, num_done=8, created_at_s=1.0, **numbers
-    )
+    numbers = {"num_prompts": 8, "num_done": 8, "created_at_s": 1.0, **numbers}
+    return EvalInfo(eval_id=f"eval-{version}", version=version, state="done", **numbers)
 
 
 def step(number: int, lineage: int = 1, **metrics: float | None) -> Record:
@@ -64,13 +63,10 @@ class Slow:
         self.kept.append(-1)
 
 
-class Broken:
+class Broken(Slow):
     """A tracker that can do nothing at all."""
 
     name = "broken"
-
-    def start(self, record: Record) -> None:
-        self.log(record)
 
     def log(self, record: Record) -> None:
         raise RuntimeError("no connection")
@@ -89,15 +85,9 @@ def test_a_line_says_what_happened_and_leaves_out_what_does_not_apply(tmp_path: 
     start, made, evaluated = lines_of(tmp_path / "new" / "metrics.jsonl")
     at_s = start.pop("at_s")
     assert made.pop("at_s") >= at_s > 1.7e9
-    assert start == {"kind": "start", "run": "demo", "lineage": 2, "step": 40, "parent": "1-40", "metrics": {}}
-    assert made == {
-        "kind": "step",
-        "run": "demo",
-        "lineage": 2,
-        "step": 41,
-        "skipped": "non_finite",
-        "metrics": metrics,
-    }
+    of_run = {"run": "demo", "lineage": 2}
+    assert start == {**of_run, "kind": "start", "step": 40, "parent": "1-40", "metrics": {}}
+    assert made == {**of_run, "kind": "step", "step": 41, "skipped": "non_finite", "metrics": metrics}
     assert (evaluated["kind"], evaluated["lineage"], evaluated["step"]) == ("evaluation", 2, 40)
     known = {name: value for name, value in evaluated["metrics"].items() if value is not None}
     assert known == {"accuracy": 0.25, "pass_at_4": 0.75, "num_unknown": 1, "num_prompts": 8}
@@ -111,8 +101,7 @@ def test_a_file_whose_last_line_was_cut_by_a_kill_continues_in_a_line_of_its_own
         tracker.log(step(number, lineage=2))
         tracker.close()
     lines = path.read_text().splitlines()
-    assert [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [1, 2, 3]
-    assert len(lines) == 4
+    assert ([json.loads(lines[i])["step"] for i in (0, 2, 3)], len(lines)) == ([1, 2, 3], 4)
 
 
 def test_evaluations_that_the_file_has_are_known_whatever_else_is_in_it(tmp_path: Path) -> None:
@@ -146,18 +135,13 @@ def test_a_slow_tracker_makes_nobody_wait_and_what_does_not_fit_is_counted(monke
         assert [entry["event"] for entry in logs] == ["tracker_is_slow", "tracker_did_not_end"]
         tracker.go.set()
         thread.join(60)
-    assert tracker.kept == [0, 1, 2, 3, -1]
-    assert thread.num_failed == 0
+    assert (tracker.kept, thread.num_failed) == ([0, 1, 2, 3, -1], 0)
 
 
 def test_a_tracker_that_fails_is_logged_once_counted_and_does_not_disturb_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path, buffer = tmp_path / "metrics.jsonl", cast(Any, RecordedBuffer())
     with structlog.testing.capture_logs() as logs:
-        tracking = TrackerGroup(
-            "demo",
-            [Broken(), JsonlTracker(path)],
-            buffer=RecordedBuffer(),  # pyright: ignore[reportArgumentType]
-        )
+        tracking = TrackerGroup("demo", [Broken(), JsonlTracker(path)], buffer=buffer)
         tracking.start(1, START)
         for number in range(1, 4):
             tracking.step(PolicyVersion(1, number), {"loss": 1.0}, skipped=None)
@@ -201,13 +185,8 @@ def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) ->
         tracker.log(step(number, lineage=2, loss=float(number)))
     tracker.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
-        (1, 0.5),
-        (2, 1.0),
-        (3, 3.0),
-        (4, 4.0),
-        (5, 5.0),
-    ]
+    losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert losses == [(1, 0.5), (2, 1.0), (3, 3.0), (4, 4.0), (5, 5.0)]
     assert [(e.step, e.value) for e in events.Scalars("eval/accuracy")] == [(2, 0.25)]
     assert "train/ess" not in events.Tags()["scalars"]
 
@@ -232,8 +211,7 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group(tmp_path: Path, m
     assert runs is not None
     first, second = runs
     losses = [{"step": number, "train/loss": number / 2} for number in (1, 2, 3)]
-    assert first == ("demo", "demo-1", losses)
-    assert second[:2] == ("demo", "demo-2")
+    assert (first, second[:2]) == (("demo", "demo-1", losses), ("demo", "demo-2"))
     assert second[2][0].items() >= {"step": 2, "eval/accuracy": 0.25}.items()
     assert second[2][1:] == [{"step": 3, "train/loss": 3.0}]
 

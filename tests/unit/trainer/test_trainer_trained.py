@@ -18,7 +18,6 @@ from tba_trainer.learner import forward_backward
 from tba_trainer.learner.forward_backward import ForwardBackward, ForwardResult
 from tba_trainer.loop.step_record import BYTES_PER_TRAINED, MAX_TRAINED, trained_rollouts
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.policy import load_policy
 from tba_trainer.objectives import resolve
 
 from tba.config import ObjectiveSection
@@ -26,19 +25,11 @@ from tba.config.objective import PRESETS
 from tba.fields import MAX_NUMBER
 from tba.wire import Batch, Rollout
 from tests.support.rollout_values import replace
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
+from tests.support.trainer_values import changed, make_batch, make_rollout
 
 OWN = "tests.support.objective_values:weighted_loss"
 REWARDS = np.array([1.0, 0.25, 0.5, 0.0] + [0.5] * 4 + [0.0, 1.0, 1.0, 0.0])
 """The second of three groups is tied."""
-AGES = [0, 3, 40] * 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1)
-    return load_policy(make_recipe(folder).model, device="cpu", gradient_checkpointing=False).double()
 
 
 class Watched(LogprobModel):
@@ -59,7 +50,7 @@ def run(
     model: Any, batch: Batch, max_tokens: int, values: dict[str, Any]
 ) -> tuple[list[ForwardResult], list[float | None]]:
     """What is reported, and minus the sum of the gradients of each rollout's tokens; None: no pass was made."""
-    policy = Watched(copy.deepcopy(model))
+    policy = Watched(copy.deepcopy(model).double())
     # every divisor is then the number of kept rollouts
     aggregation = {} if values["preset"] == OWN else {"aggregation": "rollouts"}
     section = {"beta": {"value": 0.2}, **aggregation, **values}
@@ -76,7 +67,7 @@ def run(
         rewards=REWARDS,
         reference=lambda rollouts: [ref[r.rollout_id] for r in rollouts],
         old_policy=lambda rollouts: [old[r.rollout_id] for r in rollouts] if recomputes else None,
-        policy_ages=AGES,
+        policy_ages=[0, 3, 40] * 4,
         beta=section["beta"]["value"],
         micro_batch_tokens=max_tokens,
     )
@@ -164,28 +155,16 @@ def test_an_objective_from_outside_has_neither(model: Any) -> None:
 
 
 def result(advantage: float | None, weight: float | None) -> ForwardResult:
-    return ForwardResult(
-        rollout=make_rollout(np.random.default_rng(0)),
-        policy_age=0,
-        logprob=None,
-        ref_logprob=None,
-        abs_gap=0.0,
-        advantage=advantage,
-        weight=weight,
-    )
+    unknown: dict[str, Any] = {"policy_age": 0, "logprob": None, "ref_logprob": None, "abs_gap": 0.0}
+    return ForwardResult(rollout=make_rollout(np.random.default_rng(0)), advantage=advantage, weight=weight, **unknown)
 
 
 def test_numbers_are_rounded_and_what_is_not_finite_is_unknown() -> None:
-    results = [
-        result(1.23456789, 0.0000123456789),
-        result(math.nan, math.inf),
-        result(-math.inf, None),
-        result(-98765432.1, 10.0 * MAX_NUMBER),
-    ]
+    pairs = (1.23456789, 0.0000123456789), (math.nan, math.inf), (-math.inf, None), (-98765432.1, 10.0 * MAX_NUMBER)
+    results = [result(advantage, weight) for advantage, weight in pairs]
     found = trained_rollouts(results, max_bytes=10**6)
     assert found is not None
-    assert found.advantages == [1.23457, None, None, -98765400.0]
-    assert found.weights == [1.23457e-05, None, None, None]
+    assert (found.advantages, found.weights) == ([1.23457, None, None, -98765400.0], [1.23457e-05, None, None, None])
     assert found.rollout_ids == [results[0].rollout.rollout_id.hex()] * 4
 
 

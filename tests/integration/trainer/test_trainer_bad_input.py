@@ -113,9 +113,8 @@ def test_every_kind_of_bad_rollout_is_refused_and_counted(run: Run, capsys: pyte
     details = [client.get_rollout(info.rollout_id) for info in client.list_rollouts(limit=100).rollouts]
     trained = [detail.trained for detail in details if detail.trained]
     # every good rollout is in every batch, and the others in none
-    assert [[step.version for step in steps] for steps in trained] == [[f"1-{n}" for n in range(1, 7)]] * (
-        32 - sum(expected.values())
-    )
+    versions, num_good = [f"1-{n}" for n in range(1, 7)], 32 - sum(expected.values())
+    assert [[step.version for step in steps] for steps in trained] == [versions] * num_good
     assert all(step.advantage is not None and step.weight == 1.0 for steps in trained for step in steps)
     assert any(step.advantage for steps in trained for step in steps)
     assert check_command(parse_arguments(["ledger", "check", "--url", run.buffer.url])) == 0

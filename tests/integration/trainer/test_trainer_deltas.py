@@ -43,10 +43,8 @@ def test_no_step_waits_until_deltas_are_encoded(world: World, model: Path, monke
     trainer = {"num_steps": 10, "sync_interval": 2, "checkpoint_interval": 99, "learning_rate": {"value": 1e-4}}
     world.train(make_recipe(model, model={"dtype": "bfloat16"}, trainer=trainer))
     manifests = [world.versions.manifest(version) for version in world.versions.versions()]
-    bases = [None, "0-0", "1-2", "1-4", "1-6", "1-8"]
-    assert [(str(m.base) if m.base else None, m.is_full) for m in manifests] == list(
-        zip(bases, [True, False, False, True, False, False], strict=True)
-    )
+    assert [str(m.base) if m.base else None for m in manifests] == [None, "0-0", "1-2", "1-4", "1-6", "1-8"]
+    assert [m.is_full for m in manifests] == [True, False, False, True, False, False]
     assert world.buffer.marks[-1] == "1-10"
     gauges = world.buffer.beats[-1].gauges
     assert gauges["published_full_bytes_total"] == sum(file.size_bytes for m in manifests for file in m.full)

@@ -18,7 +18,6 @@ from tests.support.fake_cuda import environ
 from tests.support.trainer_values import make_recipe
 
 pytestmark = pytest.mark.nightly
-TIMEOUT_S = 240.0
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {**HEADS, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128, "vocab_size": 512}
 LLAMA: dict[str, Any] = {"model_type": "llama", "tie_word_embeddings": False, **SIZES}
@@ -63,7 +62,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
     command = [sys.executable, "-m", "tests.support.fake_cuda", str(file)]
-    done = subprocess.run(command, env=environ(folder), capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, env=environ(folder), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -44,9 +44,8 @@ def forked(folder: Path, trained: World, version: str | None, run: str) -> World
     world = World(folder / run, store=trained.store, run=run)
     world.buffer.lineage, world.buffer.parents = 1, {1: "0-0"}
     start = trained.versions.manifest(START).params_sha256
-    world.buffer.origin = OriginInfo(
-        source="demo/end", version=version, state="complete", lineage=1, start_params_sha256=start
-    )
+    of_start: dict[str, Any] = {"lineage": 1, "start_params_sha256": start}
+    world.buffer.origin = OriginInfo(source="demo/end", version=version, state="complete", **of_start)
     return world
 
 

@@ -155,13 +155,12 @@ def test_pause_skips_the_batch_and_the_run_waits_for_resume(world: World, model:
     measured({2: LOW})
     paused: list[str | None] = []
 
-    def before(method: str) -> None:
-        # the operator looks, and resumes
-        if method == "draw_batch" and world.buffer.state == "paused":
+    def look_and_resume() -> None:
+        if world.buffer.state == "paused":
             paused.append(world.buffer.reason)
             world.buffer.state, world.buffer.reason = "running", None
 
-    world.buffer.before = before
+    world.at("draw_batch", look_and_resume)
     world.train(recipe(model, {"ess_collapse": {"patience_steps": 1, "action": "pause"}}))
     assert world.buffer.state == "done"
     assert paused == ["step 1-2: ess_collapse: the effective sample size is 0.010 of the batch, below 0.1"]
@@ -370,9 +369,8 @@ def test_pause_and_rollback_over_a_real_buffer(
     guards = make_guards(non_finite={"action": "rollback"}, ess_collapse={"patience_steps": 1, "action": "pause"})
     settings = recipe_of_buffer(served.recipe, model, guards=guards, num_steps=10, checkpoint_interval=5, export=False)
     services: dict[str, Any] = {"buffer": served.client(retry_s=120.0), "store": FileStore(tmp_path / "store")}
-    trainer = threading.Thread(
-        target=train, args=(settings,), kwargs={**services, "stop": threading.Event()}, daemon=True
-    )
+    services["stop"] = threading.Event()
+    trainer = threading.Thread(target=train, args=(settings,), kwargs=services, daemon=True)
     trainer.start()
     until("the run is paused", lambda: client.run().state == "paused" or not trainer.is_alive())
     assert str(client.run().state_reason).startswith("step 2-9: ess_collapse: ")

@@ -31,13 +31,11 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe_of(folder: Path, architecture: Architecture, tied: bool, **sections: dict[str, Any]) -> Recipe:
     model = make_tiny_model(folder / "model", architecture=architecture, tied=tied, hidden_size=32)
-    document: dict[str, dict[str, Any]] = {
-        "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "learning_rate": {"value": 1e-3}},
-        "objective": {"preset": "tba_prime", "reference_reset_steps": 2, "beta": {"value": 0.1}},
-    }
-    for name, values in sections.items():
-        document[name] = {**document.get(name, {}), **values}
-    return make_recipe(model, **document)
+    trainer = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "learning_rate": {"value": 1e-3}}
+    objective = {"preset": "tba_prime", "reference_reset_steps": 2, "beta": {"value": 0.1}}
+    usual: dict[str, dict[str, Any]] = {"trainer": trainer, "objective": objective}
+    merged = {name: {**values, **sections.pop(name, {})} for name, values in usual.items()}
+    return make_recipe(model, **merged, **sections)
 
 
 def assert_same_training(one: Trained, two: Trained) -> None:

@@ -23,7 +23,6 @@ from tba.wire import encode_rollout
 from tba_cli.reports.ledger import batch_entries
 from tests.support.buffer import Stack, make_prompts, make_recipe, start_stack, write_recipe
 from tests.support.listeners import listening_ports
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_process import StartedTrainers
 from tests.support.trainer_values import make_rollout, recipe_of_buffer
 from tests.support.waits import DEADLINE_S, until
@@ -99,17 +98,14 @@ def test_an_error_is_one_sentence_and_torch_is_not_imported_for_a_bad_recipe(tmp
     assert "Traceback" not in done.stderr
 
 
-def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_143(tmp_path: Path) -> None:
+def test_the_processes_of_a_trainer_that_waits_for_the_buffer_end_at_once_with_143(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent_buffer:
         silent_buffer.settimeout(DEADLINE_S)
-        recipe = make_recipe(
-            model={"path": str(make_tiny_model(tmp_path / "model", hidden_size=32))},
-            buffer={"url": f"http://127.0.0.1:{silent_buffer.getsockname()[1]}"},
-            store={"url": f"file://{tmp_path / 'store'}"},
-        )
+        path, buffer = {"path": str(model)}, {"url": f"http://127.0.0.1:{silent_buffer.getsockname()[1]}"}
+        recipe = make_recipe(model=path, buffer=buffer, store={"url": f"file://{tmp_path / 'store'}"})
         (scratch := tmp_path / "scratch").mkdir()
-        path, environ = write_recipe(tmp_path / "recipe.json", recipe), {**os.environ, "TMPDIR": str(scratch)}
-        command = [sys.executable, "-m", "tba_trainer.distributed.launch", "2", "--config", str(path)]
+        config, environ = write_recipe(tmp_path / "recipe.json", recipe), {**os.environ, "TMPDIR": str(scratch)}
+        command = [sys.executable, "-m", "tba_trainer.distributed.launch", "2", "--config", str(config)]
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:

@@ -204,7 +204,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_no_mixture(s3_section: Stor
         store.put("big", b"1" * (11 << 20))
         return found
 
-    store._client.head_object = head_then_replaced
+    store._client.head_object = head_then_replaced  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(StoreUnavailableError, match="was replaced while it was read; try again"):
         store.get_file("big", tmp_path / "target")
     assert list(tmp_path.iterdir()) == []

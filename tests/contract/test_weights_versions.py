@@ -105,7 +105,7 @@ def test_the_same_content_may_be_published_again_and_the_first_manifest_stays(mo
     [(1, {}, "params_sha256"), (0, {"parent": None}, "parent"), (0, {"dtype": "float16"}, "dtype")],
 )
 def test_other_content_under_a_taken_version_is_refused(
-    model: Model, tmp_path: Path, seed: int, changes: dict[str, object], field: str
+    model: Model, tmp_path: Path, seed: int, changes: dict[str, Any], field: str
 ) -> None:
     first = model.publish()
     other = Model(model.store, model.versions, tmp_path / "other", seed=seed)

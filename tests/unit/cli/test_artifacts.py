@@ -12,18 +12,13 @@ from tba.config.data import PrepareItem
 from tba.errors import ConfigError, MalformedError
 from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.manifest import FolderFile, FolderManifest, decode_folder_manifest, folder_digest
-from tba_cli.artifacts.prepared import (
-    RECORD,
-    begin,
-    check_prepared,
-    is_there,
-    publish,
-    read_record,
-)
+from tba_cli.artifacts.prepared import RECORD, begin, check_prepared, is_there, publish, read_record
 from tba_cli.artifacts.required import is_hub_name, name_of
 from tests.support.buffer import make_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+A_MODEL = {"path": "m", "kind": "model"}
+A_MODEL = {"path": "m", "kind": "model"}
 
 
 @pytest.mark.parametrize(
@@ -116,9 +111,8 @@ def item(folder: Path, **changes: object) -> PrepareItem:
 
 
 def recipe(*items: Mapping[str, object]) -> Recipe:
-    part = {"task": "t", "texts": ["x"]}
-    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"sets": [part]}}
-    return parse_recipe({**document, "prepare": list(items)}, where="test")
+    sections = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"sets": [{"task": "t", "texts": ["x"]}]}}
+    return parse_recipe({**sections, "prepare": list(items)}, where="test")
 
 
 def filled(folder: Path) -> Path:
@@ -182,14 +176,10 @@ def test_a_damaged_record_is_an_error(tmp_path):
 
 def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
     here = filled(tmp_path / "here")
-    items = [
-        {"path": str(here), "kind": "model", "hub": "org/name"},
-        {"path": "models/a", "kind": "model", "hub": "org/base"},
-        {"path": "data/b", "kind": "dataset", "hub": "org/b"},
-    ]
-    with pytest.raises(
-        ConfigError, match=r"needs models/a \(model\), data/b \(dataset\), not there yet; .*data prepare"
-    ):
+    paths = {str(here): "model", "models/a": "model", "data/b": "dataset"}
+    items = [{"path": path, "kind": kind, "hub": "org/name"} for path, kind in paths.items()]
+    missing = r"needs models/a \(model\), data/b \(dataset\), not there yet; .*data prepare"
+    with pytest.raises(ConfigError, match=missing):
         check_prepared(recipe(*items))
     check_prepared(recipe(items[0]))
 
@@ -197,16 +187,13 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "m", "kind": "model"}, "exactly one of hub, manual, trl_sft"),
-        ({"path": "m", "kind": "model", "hub": "a/b", "manual": "ask Ana"}, "exactly one of hub, manual, trl_sft"),
-        ({"path": "m", "kind": "model", "manual": "ask Ana", "revision": "v1"}, "revision belongs to a download"),
+        (A_MODEL, "exactly one of hub, manual, trl_sft"),
+        ({**A_MODEL, "hub": "a/b", "manual": "ask Ana"}, "exactly one of hub, manual, trl_sft"),
+        ({**A_MODEL, "manual": "ask Ana", "revision": "v1"}, "revision belongs to a download"),
         ({"path": "d", "kind": "dataset", "hub": "a/b", "tokenizer": "a/c"}, "a data set has no tokenizer"),
         ({"path": "d", "kind": "dataset", "hub": "https://x/y"}, "String should match pattern"),
         ({"path": "p", "kind": "dataset", "trl_sft": "a.yaml"}, "TRL makes models; set kind to 'model'"),
-        (
-            {"path": "p", "kind": "model", "trl_sft": "a.yaml", "trl_reward": "b.yaml"},
-            "exactly one of hub, .* trl_reward",
-        ),
+        ({**A_MODEL, "trl_sft": "a.yaml", "trl_reward": "b.yaml"}, "exactly one of hub, .* trl_reward"),
     ],
 )
 def test_an_item_that_makes_no_sense_is_refused(fields, message):

@@ -1,9 +1,10 @@
-"""The command line: errors in a sentence, flags, quick starts."""
+"""The command line: errors in a sentence, flags, --help and --json of every command, quick starts."""
 
 from __future__ import annotations
 
 import errno
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tba.store.file import FileStore, explain_full_disk
 from tba_cli.commands import config
 from tba_cli.commands.rescore import progress_line, rescore_lines
 from tba_cli.main import main
+from tba_cli.parser import Command, build_parser, commands_of, parse_arguments
 from tests.support.waits import DEADLINE_S
 
 RECIPE = '[run]\nname = "demo"\n[model]\npath = "m"\n[data]\ngenerator = "addition"\n'
@@ -60,9 +62,8 @@ sys.exit(main(["config", "schema"]))
 
 @pytest.mark.parametrize("module", ["tba_cli.parser", "tba.logs", "tba_cli.commands.config"])
 def test_ctrl_c_while_modules_are_imported_is_one_line(module: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_IMPORT, module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words, pipe = [sys.executable, "-c", SLOW_IMPORT, module], subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -112,25 +113,22 @@ def test_a_full_disk_is_named_with_its_folder_and_bytes(tmp_path: Path) -> None:
     assert explain_full_disk(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
 
 
-def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
+
+def test_a_store_on_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path / "store")
     store.check()
     monkeypatch.setattr("tba.store.file.os.fsync", full)
+    said = r"cannot write a/b in file://.*: the disk of /.* is full: .* were to be"
     for write in (lambda: store.put("a/b", b"12345"), lambda: store.put_file("a/b", Path(__file__))):
-        with pytest.raises(
-            OSError, match=r"cannot write a/b in file://.*: the disk of /.* is full: .* were to be"
-        ) as info:
+        with pytest.raises(OSError, match=said) as info:
             write()
         assert "correct store.url" not in str(info.value)
 
 
 def test_a_command_and_a_service_on_a_full_disk_end_with_a_sentence(recipe: Path, monkeypatch, capsys) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(config, "schema_command", full)
     monkeypatch.setattr("tba.service_main.configure_logging", lambda *_, **__: None)  # binds stderr
     assert main(["config", "schema"]) == 2
@@ -240,21 +238,69 @@ def test_show_prints_what_the_recipe_and_the_flags_result_in(recipe, capsys):
     assert document["run"] == {"name": "demo", "seed": 0, "snapshot": None, "fork_version": None}
 
 
+# ---- Every command: its --help with examples, and its --json --------------------------------------------------------
+
+
+COMMANDS = list(commands_of(build_parser()))
+WITHOUT_JSON = {
+    # their results are files of the run or evaluation, which they name; what they print is progress
+    *("run", "demo", "data prepare", "setup", "model pull"),
+    # JSON in any case
+    *("config show", "config schema"),
+}
+
+
+@pytest.mark.parametrize("command", [Command("", "", build_parser()), *COMMANDS], ids=lambda command: command.words)
+def test_a_help_says_what_the_command_does_and_ends_with_examples_that_the_parser_takes(command, capsys):
+    words = command.words.split()
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    shown, _, examples = capsys.readouterr().out.partition("examples:\n")
+    assert " ".join(command.help.split()) in " ".join(shown.split())
+    lines = [line.strip() for line in examples.splitlines()]
+    assert lines == command.examples
+    assert 1 <= len(lines) <= 3
+    for line in lines:
+        example = shlex.split(line.partition(" > ")[0], comments=True)
+        assert example[: len(words) + 1] == ["tba", *words]
+        parse_arguments(example[1:])
+
+
+def test_every_command_that_prints_a_result_prints_json() -> None:
+    assert all(command.help for command in COMMANDS)
+    assert {command.words for command in COMMANDS if "--json" not in command.takes} == WITHOUT_JSON
+
+
+@pytest.mark.parametrize("words", ["--json --url http://b status", "status --url http://b --json"])
+def test_the_options_of_tba_stand_before_a_command_or_behind_it(words: str) -> None:
+    args = parse_arguments(words.split())
+    assert (args.url, args.json, args.run, args.token_file, args.debug) == ("http://b", True, None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("demo --url http://b", "this command does not take --url"),
+        ("--json run quickstart", "this command does not take --json"),
+        ("status --url http://b --run-dir r", "argument --run-dir: not allowed with argument --url"),
+        ("view --run-dir r one", "argument RUN: not allowed with argument --run-dir"),
+        *(
+            (words, "error: unrecognized arguments: --cost")
+            for words in ("run --cost 3 quickstart", "run quickstart --cost 3", "config check --cost=3 none")
+        ),
+    ],
+)
+def test_an_option_that_a_command_does_not_take_is_refused_by_its_name(words: str, sentence: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert sentence in capsys.readouterr().err
+
+
 # ---- The output of `tba rescore` ------------------------------------------------------------------------------------
 
 
-JOB = RescoreInfo(
-    state="running",
-    task=None,
-    only="all",
-    started_at_s=100.0,
-    start_position=60,
-    num_total=50,
-    num_done=20,
-    num_changed=7,
-    num_failed=1,
-    num_gone=3,
-)
+COUNTS: dict[str, Any] = {"num_total": 50, "num_done": 20, "num_changed": 7, "num_failed": 1, "num_gone": 3}
+JOB = RescoreInfo(state="running", task=None, only="all", started_at_s=100.0, start_position=60, **COUNTS)
 
 
 def test_a_running_job_is_one_line_and_says_what_to_do_and_what_it_waits_for() -> None:
@@ -266,16 +312,8 @@ def test_a_running_job_is_one_line_and_says_what_to_do_and_what_it_waits_for() -
 
 
 def test_a_finished_job_compares_before_and_after() -> None:
-    done = {
-        "state": "done",
-        "finished_at_s": 102.5,
-        "num_done": 47,
-        "num_known_before": 40,
-        "num_known_after": 46,
-        "mean_reward_before": 0.25,
-        "mean_reward_after": 0.5,
-        "reward_versions": {"addition-2": 46},
-    }
+    done = {"state": "done", "finished_at_s": 102.5, "num_done": 47, "reward_versions": {"addition-2": 46}}
+    done |= {"num_known_before": 40, "num_known_after": 46, "mean_reward_before": 0.25, "mean_reward_after": 0.5}
     assert rescore_lines(JOB.model_copy(update=done)) == [
         "done after 2.5 s: 47 of 50 rollouts scored again",
         "                    before       after",

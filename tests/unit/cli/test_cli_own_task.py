@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tba.api import ScoreError, ScoreItem, ScoreReply, ScoreResult
-from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config import Recipe, load_recipe
 from tba_cli.commands.score import Example, Scored, table_lines
 from tba_cli.local import reward_trial
 from tba_cli.main import main
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.task_files import NUM_HELDOUT, NUM_TRAIN
+from tests.support.buffer import make_recipe
 
 # ---- `tba init` -----------------------------------------------------------------------------------------------------
 
@@ -34,10 +35,8 @@ def test_a_new_task_has_prompts_of_both_splits_for_the_task_of_its_recipe(place:
     monkeypatch.chdir(place / "new" / "place")
     recipe = load_recipe("sums.toml")
     prompts = prompts_of(recipe)
-    assert (len(prompts), sum(prompt.split == "heldout" for prompt in prompts)) == (
-        NUM_TRAIN + NUM_HELDOUT,
-        NUM_HELDOUT,
-    )
+    num_heldout = sum(prompt.split == "heldout" for prompt in prompts)
+    assert (len(prompts), num_heldout) == (NUM_TRAIN + NUM_HELDOUT, NUM_HELDOUT)
     assert {prompt.task for prompt in prompts} == set(recipe.reward.tasks) == {"sums"}
     assert all(len(prompt.text) <= recipe.searcher.max_prompt_tokens for prompt in prompts)
     assert recipe.eval.best_metric == "mean_reward"
@@ -141,9 +140,7 @@ def test_a_mismatch_and_an_error_are_failures(service: FakeService, capsys: pyte
         (None, "there are no examples in own.jsonl"),
     ],
 )
-def test_a_line_that_is_no_example_is_named(
-    service: FakeService, capsys, row: dict[str, Any] | None, said: str
-) -> None:
+def test_a_line_that_is_no_example_is_named(service: FakeService, capsys, row: dict | None, said: str) -> None:
     assert main(write_examples(*filter(None, [row]))) == 2
     assert said in capsys.readouterr().err
     assert service.items == []
@@ -160,14 +157,9 @@ def test_a_reward_of_single_precision_is_the_same_reward() -> None:
 @pytest.mark.parametrize(("num_tasks", "num_workers"), [(0, 1), (1, 1), (3, 3), (8, 4)])
 def test_a_trial_has_a_worker_for_each_scorer_but_no_more_than_the_run(monkeypatch, num_tasks, num_workers):
     tasks = {f"task{number}": {"scorers": [{"kind": "exact"}]} for number in range(num_tasks)}
-    document = {"run": {"name": "demo"}, "model": {"path": "model"}, "data": {"generator": "addition"}}
-    recipe = parse_recipe(document | {"reward": {"num_workers": 4, "tasks": tasks}}, where="recipe")
+    recipe = make_recipe(reward={"num_workers": 4, "tasks": tasks})
     asked: list[Recipe] = []
 
-    def ask_nothing(recipe: Recipe, _ask: object) -> list[ScoreResult]:
-        asked.append(recipe)
-        return []
-
-    monkeypatch.setattr(reward_trial, "ask_scorers", ask_nothing)
+    monkeypatch.setattr(reward_trial, "ask_scorers", lambda recipe, _ask: asked.append(recipe) or [])
     reward_trial.try_scorers(recipe, [], http=True)
     assert [recipe.reward.num_workers for recipe in asked] == [num_workers]

@@ -22,41 +22,22 @@ from tba_cli.main import main
 from tests.support.history_values import RUN_INFO
 
 DETAIL: dict[str, Any] = {
-    "rollout_id": "0" * 32,
-    "task": "addition",
-    "prompt_id": "p-1",
-    "visit_id": "v",
-    "version": "1-40",
     "version_spans": [{"version": "1-40", "start": 0, "end": 2}, {"version": "1-41", "start": 2, "end": 3}],
-    "policy_age_steps": 3,
-    "prompt_text": "1+1=",
-    "num_prompt_tokens": 4,
-    "num_response_tokens": 3,
-    "response_text": "2\n\x1b[2J",
-    "response_text_cut": False,
-    "finish_reason": "stop",
-    "reward": 0.75,
-    "reward_status": "scored",
-    "reward_reason": None,
-    "reward_version": "addition-1",
     "reward_parts": [{"name": "exact", "score": 1.0, "weight": 0.7}, {"name": "brief", "score": 0.1, "weight": None}],
-    "num_batches": 2,
     "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": None, "stop": []},
-    "searcher_id": "searcher-0",
-    "started_at_s": 1.0,
-    "finished_at_s": 2.5,
-    "prompt_tokens": [1, 2, 3, 4],
-    "response_tokens": [7, 8, 9],
-    "sampler_logprobs": [-0.5, -1.25, -0.125],
     "ref_logprob": {"value": -2.5, "version": "0-0"},
-    "prompt_data": {"answer": 2},
-    "token_texts": ["2", "\n", "\x1b"],
     "trained": [
         {"version": "1-42", "at_s": 3.0, "advantage": -0.25, "weight": 1.0, "skipped": None, "abandoned": False},
         {"version": "1-43", "at_s": 4.0, "advantage": 0.5, "weight": None, "skipped": "spike", "abandoned": True},
     ],
-    "trained_since": "1-10",
 }
+DETAIL |= {"rollout_id": "0" * 32, "task": "addition", "prompt_id": "p-1", "visit_id": "v", "searcher_id": "searcher-0"}
+DETAIL |= {"version": "1-40", "trained_since": "1-10", "policy_age_steps": 3, "num_batches": 2, "started_at_s": 1.0}
+DETAIL |= {"prompt_text": "1+1=", "num_prompt_tokens": 4, "prompt_tokens": [1, 2, 3, 4], "prompt_data": {"answer": 2}}
+DETAIL |= {"response_text": "2\n\x1b[2J", "response_text_cut": False, "finish_reason": "stop", "finished_at_s": 2.5}
+DETAIL |= {"num_response_tokens": 3, "response_tokens": [7, 8, 9], "sampler_logprobs": [-0.5, -1.25, -0.125]}
+DETAIL |= {"token_texts": ["2", "\n", "\x1b"], "reward": 0.75, "reward_status": "scored", "reward_reason": None}
+DETAIL |= {"reward_version": "addition-1"}
 
 
 def info_of(number: int, **changes: Any) -> RolloutInfo:
@@ -81,9 +62,8 @@ class FakeRun:
         found = self.stored if order == "oldest" else self.stored[::-1]
         first = int(cursor or 0)
         last = min(first + min(limit, self.max_per_page), len(found))
-        return RolloutPage(
-            rollouts=found[first:last], next=str(last) if last < len(found) else None, num_read=last - first
-        )
+        following = str(last) if last < len(found) else None
+        return RolloutPage(rollouts=found[first:last], next=following, num_read=last - first)
 
     def summary(self) -> RunSummary:
         return RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x.")
@@ -121,22 +101,11 @@ FILTER_WORDS = (
 
 
 def test_every_filter_reaches_the_service(run: FakeRun, tmp_path: Path) -> None:
-    wanted = {
-        "prompt_id": "p",
-        "task": "t",
-        "version": "1-2",
-        "from_version": "1-1",
-        "to_version": "1-3",
-        "status": "scored",
-        "min_reward": 0.5,
-        "max_reward": 1.0,
-        "searcher_id": "searcher-0",
-        "finish_reason": "length",
-        "contains": "Hello",
-    }
-    for words in (["list"], ["export", "--out", "a.parquet"]):
+    wanted = {"prompt_id": "p", "task": "t", "version": "1-2", "from_version": "1-1", "to_version": "1-3"}
+    wanted |= {"status": "scored", "min_reward": 0.5, "max_reward": 1.0, "searcher_id": "searcher-0"}
+    wanted |= {"finish_reason": "length", "contains": "Hello"}
+    for words in (["list"], ["export", "--out", str(tmp_path / "a.parquet")]):
         run.filters = {}
-        words = [str(tmp_path / word) if word.startswith("a.") else word for word in words]
         assert main(["rollouts", *words, *FILTER_WORDS.split()]) == 0
         assert run.filters == wanted, words
 

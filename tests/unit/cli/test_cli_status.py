@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from tba_trainer.learner.guards import NAMES
@@ -21,15 +21,15 @@ from tba_cli.main import main
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
-
-
 SUMMARY = RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: \x1b[2J x.")
+LIVE: dict[str, Any] = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
+LIVE |= {"eval_every_steps": 50}
+"""What the recipe says of the settings that can change."""
 
 
 def make_settings(**live: object) -> SettingsInfo:
-    recipe = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
-    document = {"revision": len(live), "settings": live, "recipe": {**recipe, "eval_every_steps": 50}, "now": {}}
-    return SettingsInfo.model_validate({**document, "changes": [], "next": None})
+    document = {"revision": len(live), "settings": live, "recipe": LIVE, "now": {}, "changes": [], "next": None}
+    return SettingsInfo.model_validate(document)
 
 
 def test_changed_settings_are_shown_beside_the_recipes_values() -> None:
@@ -47,7 +47,9 @@ REWARD |= {"heartbeat_age_s": 1.0, "gauges": {}, "note": "the model is loading"}
 GONE = {**REWARD, "state": "unreachable", "alive": False, "heartbeat_age_s": 60.0, "note": None}
 EVALUATED = evaluation("1-2", 0.5, num_prompts=64).model_copy(update={"pass_at": {4: 0.75}})
 MEASURED = "accuracy 0.500 sampled, 0.550 greedy, pass@4 0.750 on 64 held-out prompts"
+ABANDONED = EVALUATED.model_copy(update={"abandoned": True})
 BEST = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64, "num_samples": 4}
+BEST_LINE = "best version 1-2: accuracy 0.500 on the 64 held-out prompts that all evaluations have in common"
 
 
 @pytest.mark.parametrize(
@@ -62,16 +64,8 @@ BEST = {"version": "1-2", "metric": "accuracy", "value": 0.5, "num_prompts": 64,
         ({"components": [REWARD]}, {}, "reward: not-ready (the model is loading)"),
         ({"components": [GONE]}, {}, "reward: unreachable  SILENT for 60 s"),
         ({"evals": [EVALUATED]}, {}, f"evaluation of 1-2: {MEASURED}"),
-        (
-            {"evals": [EVALUATED.model_copy(update={"abandoned": True})]},
-            {},
-            f"evaluation of 1-2 (abandoned: the run went back): {MEASURED}",
-        ),
-        (
-            {"best": BEST},
-            {},
-            "best version 1-2: accuracy 0.500 on the 64 held-out prompts that all evaluations have in common",
-        ),
+        ({"evals": [ABANDONED]}, {}, f"evaluation of 1-2 (abandoned: the run went back): {MEASURED}"),
+        ({"best": BEST}, {}, BEST_LINE),
         ({"lineage": 2, "parents": {1: "0-0", 2: "1-40"}}, {}, "lineage 2 began at 1-40"),
     ],
 )
@@ -130,13 +124,7 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
 def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(monkeypatch, capsys) -> None:
     note = "no trainer: trainer-1 was last heard from 312 s ago, step 3; look at the trainer's log"
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
-    client = SimpleNamespace(
-        run=lambda: info,
-        stats=stats,
-        settings=make_settings,
-        summary=lambda: SUMMARY,
-        close=lambda: None,
-    )
+    client = Mock(run=lambda: info, stats=stats, settings=make_settings, summary=lambda: SUMMARY)
     monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
     status_command(Namespace(follow=False, json=False, url="http://buffer"))
     first, advice, second, *_ = capsys.readouterr().out.splitlines()
@@ -212,23 +200,14 @@ def test_json_has_the_run_at_every_change_and_a_run_that_failed_is_one(monkeypat
 
 
 def audit(revision: int, changes: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "revision": revision,
-        "at_s": 1.0,
-        "role": "operator",
-        "reason": None,
-        "lineage": 1,
-        "step": 4,
-        "changes": {name: {"old": old, "new": new} for name, (old, new) in changes.items()},
-        **more,
-    }
+    found = {name: {"old": old, "new": new} for name, (old, new) in changes.items()}
+    document = {"revision": revision, "at_s": 1.0, "role": "operator", "reason": None, "lineage": 1, "step": 4}
+    return {**document, "changes": found, **more}
 
 
 def info(*changes: dict[str, Any], next: int | None = None) -> SettingsInfo:
-    recipe = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
-    document = {"revision": 2, "settings": {"beta": 0.2}, "recipe": {**recipe, "eval_every_steps": 50}, "next": next}
-    now = {**recipe, "beta": 0.2, "eval_every_steps": 50}
-    return SettingsInfo.model_validate({**document, "now": now, "changes": list(changes)})
+    document = {"revision": 2, "settings": {"beta": 0.2}, "recipe": LIVE, "now": {**LIVE, "beta": 0.2}, "next": next}
+    return SettingsInfo.model_validate({**document, "changes": list(changes)})
 
 
 FIRST = audit(1, {"beta": (None, 0.2)}, reason="<diverges>")
@@ -259,7 +238,6 @@ def test_all_pages_of_the_changes_are_read() -> None:
 
 @pytest.mark.parametrize("words", [["a", "b", "beta=1"], ["a", "beta=1", "--url", "http://127.0.0.1:1"]])
 def test_a_word_that_is_no_setting_is_the_one_name_of_the_run(words: list[str], capsys: pytest.CaptureFixture) -> None:
-
     assert main(["set", *words]) == 2
     assert "is neither KEY=VALUE nor the only name of a run" in capsys.readouterr().err
 

@@ -95,12 +95,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_of_the_current_folder_makes_the_prompts() -> None:
     data = {"generator": "my_prompts:squares", "num_train": 2, "num_heldout": 1}
-    prompts = prompts_of(make_recipe(data=data))
-    assert [(prompt.text, prompt.split) for prompt in prompts] == [
-        ("0*0=", "train"),
-        ("1*1=", "train"),
-        ("2*2=", "heldout"),
-    ]
+    found = [(prompt.text, prompt.split) for prompt in prompts_of(make_recipe(data=data))]
+    assert found == [("0*0=", "train"), ("1*1=", "train"), ("2*2=", "heldout")]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tba_cli.starter_models.convert import chat_texts
 
 ROWS = {"task": "t", "dataset": "d", "column": "c"}
 GOLD = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
+BOXED = {"column": "question", "extract": "boxed"}
 QUESTIONS = [
     {"question": f"What is {n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>.\n#### {n + 1:,}"} for n in (1, 4999)
 ]
@@ -45,8 +46,8 @@ def write_dataset(folder: Path, **splits: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def write_jsonl(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("\n".join(map(json.dumps, rows)))
+def write_jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return path
 
 
@@ -120,10 +121,8 @@ def test_several_data_sets_make_one_run(tmp_path):
 def test_texts_of_the_recipe_are_prompts_of_both_splits():
     found = of_sets({"task": "redteam", "texts": ["Write:\n1."]})
     prompts = prompts_of(found)
-    assert [(p.task, p.text, p.split) for p in prompts] == [
-        ("redteam", "Write:\n1.", "train"),
-        ("redteam", "Write:\n1.", "heldout"),
-    ]
+    expected = [("redteam", "Write:\n1.", split) for split in ("train", "heldout")]
+    assert [(p.task, p.text, p.split) for p in prompts] == expected
     assert len({p.prompt_id for p in prompts}) == 2
     assert in_both_splits(found, prompts) is None, "red-teaming has one prompt"
 
@@ -134,9 +133,8 @@ def test_texts_of_the_recipe_are_prompts_of_both_splits():
 def test_the_id_depends_on_the_content_and_on_nothing_else():
     prompt = of_row(math(), ROW)
     assert (prompt.task, prompt.text, prompt.data, prompt.split) == ("math", ROW["question"], {"gold": "4"}, "train")
-    assert (
-        prompt.prompt_id == "math-346157ac4bd69c5bc9bd"
-    )  # pinned: a resume of tomorrow must know the prompts of today
+    # pinned: a resume of tomorrow must know the prompts of today
+    assert prompt.prompt_id == "math-346157ac4bd69c5bc9bd"
     assert of_row(math(), dict(reversed(ROW.items()))).prompt_id == prompt.prompt_id
     assert of_row(math(), ROW | {"level": 4}).prompt_id == prompt.prompt_id
     for other in (ROW | {"question": "What is 2 + 3?"}, ROW | {"answer": "5"}):
@@ -193,9 +191,8 @@ def test_a_name_with_dots_is_a_path_unless_a_column_has_it(tmp_path):
         for dataset in (write_jsonl(tmp_path / f"{name}.jsonl", *content), folder):
             found = prompts_of(trl_rows(dataset, **columns))
             assert (found[2].text, found[2].data) == ("2?", {"answer": answer})
-    assert (
-        prompts_of(trl_rows(folder, **{**columns, "column": None, "template": "Q: {question.text}"}))[3].text == "Q: 3?"
-    )
+    templated = {**columns, "column": None, "template": "Q: {question.text}"}
+    assert prompts_of(trl_rows(folder, **templated))[3].text == "Q: 3?"
     with pytest.raises(ConfigError, match=r"line 1: column 'reward_model\.gold' is missing; its 'reward_model' has"):
         prompts_of(trl_rows(tmp_path / "p.jsonl", **{**columns, "data": {"answer": "reward_model.gold"}}))
 
@@ -218,14 +215,11 @@ def test_what_is_held_out_depends_on_the_ids_alone(tmp_path):
 def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1] * 2)
     sets = of_sets(questions(folder, column="question"))
-    assert in_both_splits(sets, prompts_of(sets)) == (
-        "1 of 1 held-out prompts have the text of a prompt that is trained on"
-    )
+    said = "held-out prompts have the text of a prompt that is trained on"
+    assert in_both_splits(sets, prompts_of(sets)) == f"1 of 1 {said}"
     assert in_both_splits(sets, [p for p in prompts_of(sets) if p.split == "train"]) is None
     beside = of_sets(questions(folder, column="question"), {"task": "redteam", "texts": ["Write:\n1."]})
-    assert in_both_splits(beside, prompts_of(beside)) == (
-        "1 of 2 held-out prompts have the text of a prompt that is trained on"
-    ), "texts of the recipe silence only themselves"
+    assert in_both_splits(beside, prompts_of(beside)) == f"1 of 2 {said}", "texts of the recipe silence only themselves"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -408,10 +402,7 @@ def test_a_gold_answer_that_is_not_there_is_an_error(rule, value, message):
         ({"data": {"gold": "solution"}}, r"row 1: column 'solution' is missing"),
         ({"train": "dev"}, r"data set .*\(split dev\) cannot be loaded"),
         ({"subset": "socratic"}, r"data set .*:socratic \(split train\) cannot be loaded"),
-        (
-            {"data": {"answer": {"column": "question", "extract": "boxed"}}},
-            r"\(split train\), row 1: column 'question': ",
-        ),
+        ({"data": {"answer": BOXED}}, r"\(split train\), row 1: column 'question': "),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, changes, message):
@@ -458,7 +449,7 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
     document = {
         "run": {"name": "r"},
         "model": {"path": "models/x"},
-        "data": {"sets": [{**ROWS, "dataset": "data/x"}, {**ROWS, "dataset": "here"}, {**ROWS, "dataset": "org/name"}]},
+        "data": {"sets": [{**ROWS, "dataset": path} for path in ("data/x", "here", "org/name")]},
         "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "models/rm"}]}}},
         "prepare": [
             {"path": "data/x", "kind": "dataset", "manual": "ask Ana"},
@@ -466,11 +457,8 @@ def test_prepared_folders_are_found_from_anywhere(tmp_path, monkeypatch):
         ],
     }
     found = with_absolute_paths(parse_recipe(document, where="test")).model_dump(mode="json")
-    assert [part["dataset"] for part in found["data"]["sets"]] == [
-        str(tmp_path / "data/x"),
-        str(tmp_path / "here"),
-        "org/name",
-    ]
+    paths = [str(tmp_path / "data/x"), str(tmp_path / "here"), "org/name"]
+    assert [part["dataset"] for part in found["data"]["sets"]] == paths
     assert found["reward"]["tasks"]["t"]["scorers"][0]["model"] == str(tmp_path / "models/rm")
     assert found["prepare"][1]["path"] == str(tmp_path / "models/rm")
     assert json.dumps(found["prepare"]).count("some/model") == 1
@@ -490,13 +478,8 @@ def prompt(number: int, text: str = "1+1=", split: str = "train") -> dict[str, A
     return {"prompt_id": f"p{number}", "task": "addition", "text": text, "data": {"answer": "2"}, "split": split}
 
 
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return path
-
-
 def test_lines_become_prompts_and_empty_lines_are_skipped(tmp_path):
-    prompts = prompts_of_file(write(tmp_path / "p.jsonl", prompt(0), "", prompt(1, split="heldout"), ""))
+    prompts = prompts_of_file(write_jsonl(tmp_path / "p.jsonl", prompt(0), "", prompt(1, split="heldout"), ""))
     assert [(p.prompt_id, p.split) for p in prompts] == [("p0", "train"), ("p1", "heldout")]
 
 
@@ -523,7 +506,7 @@ def test_a_mark_of_utf8_and_windows_line_ends_are_no_part_of_a_prompt(tmp_path):
 )
 def test_a_bad_file_is_refused_with_the_line(tmp_path, lines, message):
     with pytest.raises(ConfigError, match=message):
-        prompts_of_file(write(tmp_path / "p.jsonl", *lines))
+        prompts_of_file(write_jsonl(tmp_path / "p.jsonl", *lines))
 
 
 def test_what_is_no_jsonl_is_refused(tmp_path):
@@ -538,10 +521,8 @@ def test_what_is_no_jsonl_is_refused(tmp_path):
 
 
 def test_a_run_needs_held_out_prompts(tmp_path):
-    path = write(tmp_path / "p.jsonl", prompt(0))
-    document = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": str(path)}}
     with pytest.raises(ConfigError, match="no prompt with split 'heldout'"):
-        prompts_of(parse_recipe(document, where="test"))
+        prompts_of(recipe(path=str(write_jsonl(tmp_path / "p.jsonl", prompt(0)))))
 
 
 def test_chunks_keep_order_and_stay_below_both_limits():

@@ -14,9 +14,11 @@ from tba.config.evaluation import EvalSection
 from tba_cli.reports.answers import AnswerComparison, compare, comparison_lines
 
 NAMES = ("same", "text", "better", "unknown", "worse", "refused")
-PROMPTS = [
-    Prompt(prompt_id=name, task="exact", text=f"{name}?", data={"answer": name}, split="heldout") for name in NAMES
-]
+PROMPTS = [Prompt(prompt_id=one, task="exact", text=f"{one}?", data={"answer": one}, split="heldout") for one in NAMES]
+GREEDY_BEFORE = [("same", "a", 1.0), ("text", "a", 0.0), ("better", "a", 0.25), ("unknown", "a", 1.0)]
+GREEDY_BEFORE += [("worse", "a", 1.0)]
+GREEDY_AFTER = [("same", "a", 1.0), ("text", "\x1b[2J", 0.0), ("better", "b", 1.0), ("unknown", "a", None)]
+GREEDY_AFTER += [("worse", "b", 0.75)]
 
 
 def line(prompt_id: str, text: str, reward: float | None, *, mode: str = "greedy") -> dict[str, Any]:
@@ -24,22 +26,8 @@ def line(prompt_id: str, text: str, reward: float | None, *, mode: str = "greedy
     return {"mode": mode, "prompt_id": prompt_id, "text": text, "scores": {"exact": reward}, "unknown": unknown}
 
 
-BEFORE = [
-    line("same", "a", 1.0),
-    line("text", "a", 0.0),
-    line("better", "a", 0.25),
-    line("unknown", "a", 1.0),
-    line("worse", "a", 1.0),
-    line("better", "sampled", 1.0, mode="sampled"),
-]
-AFTER = [
-    line("same", "a", 1.0),
-    line("text", "\x1b[2J", 0.0),
-    line("better", "b", 1.0),
-    line("unknown", "a", None),
-    line("worse", "b", 0.75),
-    line("better", "sampled", 0.0, mode="sampled"),
-]
+BEFORE = [*(line(*one) for one in GREEDY_BEFORE), line("better", "sampled", 1.0, mode="sampled")]
+AFTER = [*(line(*one) for one in GREEDY_AFTER), line("better", "sampled", 0.0, mode="sampled")]
 
 
 def compared(tmp_path: Path, **published: Any) -> AnswerComparison:
@@ -69,11 +57,8 @@ def test_what_changed_stands_first_and_differences_are_of_each_prompt(tmp_path: 
 
 def test_people_see_both_answers_and_how_many_are_left_out(tmp_path: Path) -> None:
     lines = comparison_lines(compared(tmp_path), limit=4)
-    assert lines[:3] == [
-        "worse: 'worse?'  gold data {'answer': 'worse'}",
-        "  0-0   reward 1: 'a'",
-        "  1-40  reward 0.75: 'b'",
-    ]
+    assert lines[0] == "worse: 'worse?'  gold data {'answer': 'worse'}"
+    assert lines[1:3] == ["  0-0   reward 1: 'a'", "  1-40  reward 0.75: 'b'"]
     assert "  1-40  reward unknown (timeout): 'a'" in lines
     assert "\x1b" not in "".join(lines)
     assert lines[12] == "greedy answers of 0-0 and 1-40 to 6 held-out prompts: 4 changed, 4 are shown (--limit)"

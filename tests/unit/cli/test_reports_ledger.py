@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from tba.api import LedgerEntry, LedgerLine, LedgerReply, OriginInfo, ResumeEntry, RunInfo
+from tba.versions import LineageTree
 from tba_cli.commands import report
 from tba_cli.main import main
 from tba_cli.reports.ledger import LedgerCheck, active_entries, ledger_violations, lineage_tree
@@ -18,33 +20,25 @@ TREE = lineage_tree(PARENTS)
 
 
 def entry(lineage: int, step: int, *, abandoned: bool = False, batch_id: str | None = None) -> LedgerEntry:
-    return LedgerEntry(
-        lineage=lineage,
-        step=step,
-        batch_id=batch_id or f"b-{lineage}-{step}-{abandoned}",
-        acked_at_s=0.0,
-        num_rollouts=1,
-        rollout_ids=["00" * 16],
-        metrics={},
-        abandoned=abandoned,
-    )
+    batch_id = batch_id or f"b-{lineage}-{step}-{abandoned}"
+    fixed: dict[str, Any] = {"acked_at_s": 0.0, "num_rollouts": 1, "rollout_ids": ["00" * 16], "metrics": {}}
+    return LedgerEntry(lineage=lineage, step=step, batch_id=batch_id, abandoned=abandoned, **fixed)
 
 
 def start(lineage: int, parent: str | None = None) -> ResumeEntry:
-    return ResumeEntry(
-        kind="resume", lineage=lineage, parent=parent or PARENTS[lineage], trainer_id="t", resumed_at_s=0.0
-    )
+    parent = parent or PARENTS[lineage]
+    return ResumeEntry(kind="resume", lineage=lineage, parent=parent, trainer_id="t", resumed_at_s=0.0)
 
 
-GOOD: list[LedgerLine] = [
-    start(1),
-    entry(1, 1),
-    entry(1, 2),
-    entry(1, 3, abandoned=True),
-    start(2),
-    entry(2, 3),
-    entry(2, 4),
-]
+def checked(tree: LineageTree, lines: Iterable[LedgerLine], **head: Any) -> LedgerCheck:
+    check = LedgerCheck(tree, **head)
+    for line in lines:
+        check.take(line)
+    return check
+
+
+GOOD: list[LedgerLine] = [start(1), entry(1, 1), entry(1, 2), entry(1, 3, abandoned=True)]
+GOOD += [start(2), entry(2, 3), entry(2, 4)]
 """Lineage 1 crashed after step 3 with a checkpoint at 2; lineage 2 continues from there."""
 
 
@@ -91,18 +85,15 @@ def test_lines_that_contradict_each_other_or_the_lineage_table_are_found(lines: 
 
 
 def test_rollout_ids_are_counted_where_the_ledger_has_them():
-    check = LedgerCheck(TREE, lineage=1, step=1)
-    check.take(start(1))
-    check.take(entry(1, 1).model_copy(update={"num_rollouts": 2}))
+    check = checked(TREE, [start(1), entry(1, 1).model_copy(update={"num_rollouts": 2})], lineage=1, step=1)
     assert check.violations() == ["entry 1-1 (batch b-1-1-False) names 1 of 2 rollouts"]
     assert (check.num_batches, check.num_abandoned, check.num_starts, check.forked_from) == (1, 0, 1, None)
 
 
 def test_the_start_of_an_abandoned_lineage_at_the_head_is_not_lost_unnoticed():
     tree = lineage_tree({1: "0-0", 2: "0-0"})
-    assert ledger_violations([start(2, "0-0"), entry(2, 1)], tree, lineage=2, step=1) == [
-        "lineage 1 has no start in the ledger"
-    ]
+    found = ledger_violations([start(2, "0-0"), entry(2, 1)], tree, lineage=2, step=1)
+    assert found == ["lineage 1 has no start in the ledger"]
 
 
 def origin(lineage: int, state: Literal["loading", "complete"] = "complete") -> OriginInfo:
@@ -116,21 +107,11 @@ def test_while_the_origin_is_loaded_every_lineage_is_of_the_other_run():
 
 def test_the_steps_before_a_fork_are_in_the_ledger_of_another_run():
     parents = {1: "0-0", 2: "1-40", 3: "2-60", 4: "3-62"}
-    check = LedgerCheck(lineage_tree(parents), lineage=4, step=63, origin=origin(2))
-    for line in (
-        start(3, "2-60"),
-        entry(3, 61),
-        entry(3, 62),
-        entry(3, 63, abandoned=True),
-        start(4, "3-62"),
-        entry(4, 63),
-    ):
-        check.take(line)
+    lines = [start(3, "2-60"), entry(3, 61), entry(3, 62), entry(3, 63, abandoned=True), start(4, "3-62"), entry(4, 63)]
+    check = checked(lineage_tree(parents), lines, lineage=4, step=63, origin=origin(2))
     assert check.violations() == []
     assert str(check.forked_from) == "2-60"
-    lost = LedgerCheck(lineage_tree(parents), lineage=3, step=62, origin=origin(2))
-    for line in (start(3, "2-60"), entry(3, 62)):
-        lost.take(line)
+    lost = checked(lineage_tree(parents), [start(3, "2-60"), entry(3, 62)], lineage=3, step=62, origin=origin(2))
     assert "step 61 is missing" in lost.violations()
 
 
@@ -145,20 +126,13 @@ def test_a_fork_whose_ledger_lost_its_head_is_found():
 
 
 def test_a_skipped_step_is_one_that_happened_and_one_that_used_nothing_must_be_skipped():
-    check = LedgerCheck(TREE, lineage=1, step=3)
     unused = {"refused": {"vocabulary": 1}}
-    for line in (
-        start(1),
-        entry(1, 1).model_copy(update={"skipped": "non_finite"}),
-        entry(1, 2).model_copy(update={"skipped": "refused", **unused}),
-        entry(1, 3),
-    ):
-        check.take(line)
+    not_finite = entry(1, 1).model_copy(update={"skipped": "non_finite"})
+    refused = entry(1, 2).model_copy(update={"skipped": "refused", **unused})
+    check = checked(TREE, [start(1), not_finite, refused, entry(1, 3)], lineage=1, step=3)
     assert check.violations() == []
     assert (check.num_batches, check.num_skipped) == (3, 2)
-    wrong = LedgerCheck(TREE, lineage=1, step=1)
-    for line in (start(1), entry(1, 1).model_copy(update=unused)):
-        wrong.take(line)
+    wrong = checked(TREE, [start(1), entry(1, 1).model_copy(update=unused)], lineage=1, step=1)
     assert wrong.violations() == ["entry 1-1 (batch b-1-1-False) was made with none of its 1 rollouts but not skipped"]
 
 

@@ -53,15 +53,9 @@ def test_a_resumed_run_adds_up_the_training_time_of_its_lineages():
     first = [entry(step, at_s=100.0 + step) for step in (1, 2)]
     lost = [entry(3, at_s=103.0, abandoned=True)]
     second = [entry(step, lineage=2, at_s=1000.0 + step) for step in (3, 4)]
-    summary = summarise(
-        history(
-            ledger=[*first, *lost, *second],
-            lineage=2,
-            step=4,
-            parents={1: "0-0", 2: "1-2"},
-            evals=[evaluation("0-0", 0.3), evaluation("1-3", 0.9), evaluation("2-4", 0.6)],
-        )
-    )
+    evals = [evaluation("0-0", 0.3), evaluation("1-3", 0.9), evaluation("2-4", 0.6)]
+    run = {"ledger": [*first, *lost, *second], "lineage": 2, "step": 4, "parents": {1: "0-0", 2: "1-2"}}
+    summary = summarise(history(**run, evals=evals))
     assert summary["train_s"] == pytest.approx(3.0 + 2.0)
     assert summary["final_accuracy"] == 0.6
     assert summary["lineages"] == 2
@@ -129,22 +123,14 @@ def test_a_table_of_a_folder_without_summary_is_one_sentence(tmp_path, capsys):
 
 def test_a_fork_begins_with_the_evaluation_of_the_version_it_was_forked_from():
     origin = {"source": "old/x", "version": "1-40", "state": "complete", "lineage": 2}
-    summary = summarise(
-        history(
-            ledger=[],
-            origin=origin,
-            lineage=4,
-            step=40,
-            # lineage 2 is the other run's own resume; the fork's first lineage, 3, was killed before it announced
-            parents={1: "0-0", 2: "1-40", 3: "1-40", 4: "1-40"},
-            evals=[evaluation("0-0", 0.1), evaluation("2-40", 0.2), evaluation("4-40", 0.4)],
-        )
-    )
+    # lineage 2 is the other run's own resume; the fork's first lineage, 3, was killed before it announced
+    parents = {1: "0-0", 2: "1-40", 3: "1-40", 4: "1-40"}
+    evals = [evaluation("0-0", 0.1), evaluation("2-40", 0.2), evaluation("4-40", 0.4)]
+    summary = summarise(history(ledger=[], origin=origin, lineage=4, step=40, parents=parents, evals=evals))
     assert (summary["start_accuracy"], summary["forked_from"], summary["began_with"]) == (0.4, "1-40", "old/x")
     assert summary["ledger_violations"] == []
-    trained_on = history(
-        ledger=[entry(41, lineage=4, at_s=2.0)], origin=origin, lineage=4, step=41, parents={4: "1-40"}
-    )
+    later = [entry(41, lineage=4, at_s=2.0)]
+    trained_on = history(ledger=later, origin=origin, lineage=4, step=41, parents={4: "1-40"})
     lines = result_lines(summarise(trained_on), RunFolder(Path("/r")))
     assert any(line.startswith("1 steps from step 40 on in ") for line in lines), "40 are those of the other run"
 

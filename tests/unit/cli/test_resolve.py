@@ -16,14 +16,8 @@ from tba_cli.run_folder import RunFolder
 
 
 def make(**sections: dict) -> Recipe:
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "models/m"},
-        "data": {"path": "p.jsonl"},
-        "buffer": {"port": 0},
-        "reward": {"port": 0},
-    }
-    return parse_recipe(document | sections, where="test")
+    document = {"run": {"name": "r"}, "model": {"path": "models/m"}, "data": {"path": "p.jsonl"}}
+    return parse_recipe(document | {"buffer": {"port": 0}, "reward": {"port": 0}} | sections, where="test")
 
 
 def test_addresses_are_real_and_survive_the_trip_through_config_json(tmp_path):

@@ -58,21 +58,15 @@ def test_functions_and_prompts_are_written_beside_the_run():
     form = {"kind": "format", "pattern": "x", "weight": 0.1}
     inputs = prepared(prompts=ROWS, rewards=[contains, form], objective=own_loss, sets=['run.name="x"'])
     place = Path.cwd() / "runs" / ".python" / "x"
-    assert sorted(path.name for path in place.iterdir()) == [
-        "own_contains.py",
-        "own_own_loss.py",
-        "prompts.jsonl",
-        "recipe.json",
-    ]
+    names = ["own_contains.py", "own_own_loss.py", "prompts.jsonl", "recipe.json"]
+    assert sorted(path.name for path in place.iterdir()) == names
     assert (inputs.recipe, inputs.import_folders) == (str(place / "recipe.json"), [str(place)])
     assert place.stat().st_mode & 0o777 == 0o700
     recipe = load_recipe(inputs.recipe)
     assert recipe.objective.preset == "own_own_loss:own_loss"
     assert (recipe.data.path, recipe.data.generator) == (str(place / "prompts.jsonl"), None)
-    assert [(spec.kind, spec.part) for spec in recipe.reward.tasks["mine"].scorers] == [
-        ("python", "contains"),
-        ("format", "format"),
-    ]
+    scorers = [(spec.kind, spec.part) for spec in recipe.reward.tasks["mine"].scorers]
+    assert scorers == [("python", "contains"), ("format", "format")]
     assert [json.loads(line) for line in (place / "prompts.jsonl").read_text().splitlines()] == ROWS
     # the run is not there, so it may be begun again, and leaves nothing of what was there
     prepared(prompts=ROWS, rewards=[form], sets=['run.name="x"'])
@@ -181,8 +175,6 @@ def test_import_tba_stays_light():
 
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
 PAGE = (ROOT / "docs" / "python.md").read_text()
 
 
@@ -192,9 +184,8 @@ def test_the_functions_of_the_page_are_taken():
     source = block.partition("run = tba.run")[0]
     linecache.cache["<page>"] = (len(source), None, source.splitlines(keepends=True), "<page>")
     exec(compile(source, "<page>", "exec"), namespace)
-    inputs = prepared(
-        rewards=[namespace["contains"]], objective=namespace["policy_gradient"], prompts=namespace["prompts"]
-    )
+    contains, objective, prompts = (namespace[name] for name in ("contains", "policy_gradient", "prompts"))
+    inputs = prepared(rewards=[contains], objective=objective, prompts=prompts)
     recipe = load_recipe(inputs.recipe)
     assert (list(recipe.reward.tasks), recipe.objective.preset) == (["words"], "own_policy_gradient:policy_gradient")
 

@@ -28,14 +28,12 @@ from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tests.support.wire_values import manifest
 
 SOURCE = SnapshotSource("old", "end")
+IN_NEITHER = r"there is no snapshot old/other in file://.*new/store or file://.*old/store"
 
 
 def make_recipe(**sections: dict[str, Any]) -> Recipe:
-    document: dict[str, Any] = {
-        "run": {"name": "new", "snapshot": "old/end"},
-        "model": {"path": "model"},
-        "data": {"generator": "addition"},
-    }
+    document: dict[str, Any] = {"run": {"name": "new", "snapshot": "old/end"}, "model": {"path": "model"}}
+    document["data"] = {"generator": "addition"}
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
     return parse_recipe(document, where="test")
@@ -58,36 +56,24 @@ class Place:
         changes = self.put("runs/old/weights/1-4/delta-00001-abc.safetensors", b"changes!")
         delta = DeltaObject(name=changes.name, key=changes.key, size_bytes=changes.size_bytes, digest="ab" * 16)
         self.put_manifest("1-4", delta=Delta(base="0-0", num_to_full=1, objects=[delta]))
-        own, other = (
-            CheckpointObject(section="model", lineage=1, digest=digit * 32, size_bytes=8, slices={}) for digit in "ab"
-        )
+        model: dict[str, Any] = {"section": "model", "lineage": 1, "size_bytes": 8, "slices": {}}
+        own, other = (CheckpointObject(**model, digest=digit * 32) for digit in "ab")
         checkpoint = CheckpointManifest(run="old", version="1-4", state_sha256="0" * 64, objects=[own])
         self.old.put("runs/old/checkpoints/1-4/state.json", b"state")
         self.old.put("runs/old/checkpoints/1-4/manifest.json", checkpoint.model_dump_json().encode())
         for each in (own, other):
             self.old.put(f"runs/old/checkpoints/objects/{each.name}", b"content!")
         self.old.put("runs/old/checkpoints/1-8/manifest.json", b"{}")
+        known: dict[str, Any] = {"run": "old", "name": "end", "tba_version": "0", "storage_format": 1, "lineage": 1}
+        known |= {"log_position": 100, "created_at_s": 0.0, "step": 8, "latest_version": "1-8", "num_scored": 90}
+        known |= {"num_pending": 5, "num_failed": 1, "num_prompts": 3, "prompts": [], "policy_temperature": 1.0}
         snapshot = SnapshotManifest(
-            run="old",
-            name="end",
-            log_position=100,
-            created_at_s=0.0,
-            tba_version="0",
-            storage_format=1,
-            lineage=1,
-            step=8,
-            latest_version="1-8",
+            **known,
             lineages={1: SavedLineage(parent="0-0", trainer_id="trainer-1", created_at_s=0.0)},
             marks=[SavedPublication(position=50, version="1-4")],
-            num_scored=90,
-            num_pending=5,
-            num_failed=1,
-            num_prompts=3,
-            policy_temperature=1.0,
             start_params_sha256=None,
             rollouts=[self.put(SOURCE.prefix + "rollouts-0.msgpack", b"rollouts")],
             live=[self.put(SOURCE.prefix + "live-0.msgpack", b"live")],
-            prompts=[],
         )
         self.put(SOURCE.prefix + "rollouts-of-an-attempt-that-was-killed", b"left")
         self.old.put(SOURCE.manifest_key, encode_snapshot_manifest(snapshot))
@@ -145,18 +131,14 @@ def test_what_the_store_of_the_run_holds_already_is_not_copied(place: Place) -> 
 
 
 def test_nothing_is_looked_for_when_the_recipe_names_nothing(place: Place) -> None:
-    recipe = parse_recipe(make_recipe().model_dump() | {"run": {"name": "new"}}, where="test")
-    assert find_origin(recipe, place.new, runs_dir=place.runs_dir) is None
+    assert find_origin(make_recipe(run={"snapshot": None}), place.new, runs_dir=place.runs_dir) is None
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"run": {"name": "old"}}, "cannot begin with a snapshot of itself"),
-        (
-            {"run": {"snapshot": "old/other"}},
-            r"there is no snapshot old/other in file://.*new/store or file://.*old/store",
-        ),
+        ({"run": {"snapshot": "old/other"}}, IN_NEITHER),
         ({"run": {"snapshot": "gone/end"}}, "make it with `tba buffer save end gone`"),
         ({"run": {"fork_version": "1-5"}}, r"has no weight version 1-5 in .*; the newest are 0-0, 1-4"),
         ({"run": {"fork_version": "1-4"}, "trainer": {"num_steps": 4}}, "the fork begins at step 4"),
@@ -207,19 +189,13 @@ def test_a_fork_that_cannot_begin_saves_nothing(place, saved, words, message, ca
 
 def test_a_run_without_searchers_needs_rollouts() -> None:
     check_searchers(make_recipe(searcher={"num_searchers": 0}))
-    nothing = parse_recipe(
-        make_recipe(searcher={"num_searchers": 0}).model_dump() | {"run": {"name": "new"}}, where="test"
-    )
     with pytest.raises(ConfigError, match="nothing would ever be generated"):
-        check_searchers(nothing)
+        check_searchers(make_recipe(run={"snapshot": None}, searcher={"num_searchers": 0}))
 
 
 def test_the_recipe_knows_what_goes_with_what() -> None:
     with pytest.raises(ConfigError, match=r"fork_version names a version of the run in run\.snapshot"):
-        parse_recipe(
-            {"run": {"name": "x", "fork_version": "1-4"}, "model": {"path": "m"}, "data": {"generator": "addition"}},
-            where="test",
-        )
+        make_recipe(run={"snapshot": None, "fork_version": "1-4"})
     with pytest.raises(ConfigError, match="needs searchers"):
         make_recipe(searcher={"num_searchers": 0}, sampling={"alternate": True})
     for snapshot in ("old", "old/end/more", "../x"):

@@ -162,14 +162,10 @@ def test_every_full_recipe_fits_on_80_gb_cards(name: str) -> None:
 
 def test_the_order_is_that_of_the_start() -> None:
     layout = layout_of("tldr", "local.gpus.trainer=[3]")
-    assert [one.who for one in layout[3] if "CUDA context" not in one.who] == [
-        "reward model pythia410m-rm-tldr6.9b",
-        "reward model pythia6.9b-gold-tldr",
-        "trainer",
-        "starting model of a searcher",
-        "vLLM of a searcher",
-    ]
-    assert [one.who for one in layout[1]] == ["starting model of a searcher", "vLLM of a searcher"]
+    first = ["reward model pythia410m-rm-tldr6.9b", "reward model pythia6.9b-gold-tldr", "trainer"]
+    searcher = ["starting model of a searcher", "vLLM of a searcher"]
+    assert [one.who for one in layout[3] if "CUDA context" not in one.who] == first + searcher
+    assert [one.who for one in layout[1]] == searcher
     assert layout[3][3].bytes_on(CARD_BYTES) > 2 * 6_857_302_016  # bfloat16
 
 

@@ -23,18 +23,14 @@ FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A policy and a judge of it, both of TRL, and a base that is here; the files of settings lie beside the recipe."""
     monkeypatch.chdir(tmp_path)
-    part = {"task": "t", "texts": ["x"]}
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "policy"},
-        "data": {"sets": [part]},
-        "reward": {"tasks": {"t": {"scorers": [{"kind": "reward_model", "model": "judge", "append_eos": True}]}}},
-        "prepare": [
-            {"path": "base", "kind": "model", "manual": "make it"},
-            {"path": "policy", "kind": "model", "trl_sft": "sft.yaml", "at_start": True},
-            {"path": "judge", "kind": "model", "trl_reward": "judge.yaml", "at_start": True},
-        ],
-    }
+    scorers = [{"kind": "reward_model", "model": "judge", "append_eos": True}]
+    document: dict[str, Any] = {"run": {"name": "r"}, "model": {"path": "policy"}}
+    document |= {"data": {"sets": [{"task": "t", "texts": ["x"]}]}, "reward": {"tasks": {"t": {"scorers": scorers}}}}
+    document["prepare"] = [
+        {"path": "base", "kind": "model", "manual": "make it"},
+        {"path": "policy", "kind": "model", "trl_sft": "sft.yaml", "at_start": True},
+        {"path": "judge", "kind": "model", "trl_reward": "judge.yaml", "at_start": True},
+    ]
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "recipe.json").write_text(json.dumps(document))
     for name in ("sft.yaml", "judge.yaml"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tba.errors import ConfigError
 from tba.fields import StrictModel
 
 WSD = {"kind": "wsd", "value": 1.0}
+KINDS = ["constant", "linear", "cosine", "wsd"]
 MINIMAL = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
 TOML = """
 [run]
@@ -95,26 +97,20 @@ def test_file_then_environment_then_set(recipe_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "section", "key", "value"),
+    ("item", "value"),
     [
-        ("sampling.samples_per_insert=2.5", "sampling", "samples_per_insert", 2.5),
-        ("sampling.alternate=true", "sampling", "alternate", True),
-        ("eval.pass_at=[1]", "eval", "pass_at", [1]),
-        ("run.name=plain-text", "run", "name", "plain-text"),
-        ('run.name="quoted"', "run", "name", "quoted"),
-        ("store.url=s3://bucket/a=b", "store", "url", "s3://bucket/a=b"),
+        ("sampling.samples_per_insert=2.5", 2.5),
+        ("sampling.alternate=true", True),
+        ("eval.pass_at=[1]", [1]),
+        ("run.name=plain-text", "plain-text"),
+        ('run.name="quoted"', "quoted"),
+        ("store.url=s3://bucket/a=b", "s3://bucket/a=b"),
+        ("objective.beta.value=0.25", 0.25),
     ],
 )
-def test_set_takes_toml_values_and_bare_text(
-    recipe_path: Path, item: str, section: str, key: str, value: object
-) -> None:
+def test_set_takes_toml_values_and_bare_text_at_any_depth(recipe_path: Path, item: str, value: object) -> None:
     recipe = load_recipe(recipe_path, environ={}, sets=[item])
-    assert getattr(getattr(recipe, section), key) == value
-
-
-def test_set_reaches_keys_two_levels_deep(recipe_path: Path) -> None:
-    recipe = load_recipe(recipe_path, environ={}, sets=["objective.beta.value=0.25"])
-    assert recipe.objective.beta.at(0) == 0.25
+    assert attrgetter(item.partition("=")[0])(recipe) == value
 
 
 def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_path: Path) -> None:
@@ -134,87 +130,54 @@ def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path:
 BY_SEARCHERS = {"preset": "tb", "reference_placement": "searcher"}
 LAG = {"sampling": {"lag_steps": 10}, "trainer": {"sync_interval": 4}}
 TWO = {"backend": "kubernetes", "deployment": "searcher", "num_searchers": 2}
+ON_ONE_GPU, RESET = {"device": "cuda:0", "num_processes": 2}, {"preset": "tb", "reference_reset_steps": 5}
+SAVED, STEEP = {"name": "new", "snapshot": "old/end"}, {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}
+USES, OLD = {"samples_per_insert": 2.5, "max_uses": 2}, {"preset": "tba_prime_published", "old_policy_versions": 3}
+EIGHT_BITS = {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}}
+SERVER = {"engine": "openai", "openai": {"url": "http://vllm:8"}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
+    ({"bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
+    ({"objective": {"beta": {"value": 1.0, "stepz": 3}}}, r"'objective\.beta\.stepz' .*did you mean 'steps'"),
+    ({"model": {"path": "m", "warm_start": {"tasks": "addition"}}}, "did you mean 'task'"),
+    ({"zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
+    ({"searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}}, r"searcher\.tasks\.gms8k .*did you mean 'gsm8k'\?"),
+    ({"trainer": ON_ONE_GPU}, r"trainer\.device is 'cuda:0'.*num_processes is 2; give 'cuda'"),
+    ({"buffer": {"redis_password": "hunter2"}}, r"\(value not shown\); did you mean 'redis_password_file'\?$"),
+    ({"buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
+    ({"buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
+    ({"trainer": {"num_steps": 0, "adam_beta1": 1.0}}, r"'trainer\.num_steps' has the value 0.*and 1 more"),
+    ({"run": {}}, r"key 'run\.name' is missing"),
+    ({"run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
+    ({"data": {}}, "give exactly one of `generator`"),
+    ({"data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
+    ({"eval": {"published": {"greedy": False}}}, "nothing would be generated"),
+    ({"eval": {"pass_at": [2]}}, "eval: pass_at holds 2, and there are 1 samples"),
+    ({"objective": RESET}, "objective: reference_reset_steps = 5 belongs to anchor"),
+    ({"objective": {"beta": {"kind": "linear", "value": 1.0}}}, r"objective\.beta: a linear schedule needs `steps`"),
+    ({"searcher": {"num_searchers": 0}, "objective": BY_SEARCHERS}, r"\"searcher\" needs searchers"),
+    ({"run": SAVED, "objective": BY_SEARCHERS}, r"run\.snapshot = 'old/end' .*\"trainer\""),
+    ({"buffer": {"max_rollouts": 63}}, r"min_size_to_sample 64 is above buffer\.max_rollouts 63"),
+    ({"sampling": USES}, r"samples_per_insert is 2\.5.* 2 batches \(sampling\.max_uses\)"),
+    ({"sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}}, "lag_steps needs searchers"),
+    ({**LAG, "buffer": {"max_policy_age_steps": 14}}, "max_policy_age_steps = 14 evicts them; set it to 15 or more"),
+    ({**LAG, "objective": OLD}, "keeps 3 .* set it to 4 or more"),
+    ({"trainer": {"learning_rate": 1e39}}, r"'trainer\.learning_rate' has the value 1e\+39: .* at most 1000"),
+    ({"trainer": {"learning_rate": STEEP}}, "this one reaches 1001"),
+    ({"objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
+    ({"searcher": EIGHT_BITS}, r"'fp8_per_block', .*set model\.dtype"),
+    ({"searcher": SERVER, "scaling": TWO}, "http://vllm:8.* set it to 1"),
+    ({"searcher": {"sampling_temperature": 101}}, "has the value 101: .* less than or equal to 100"),
+    ({"model": {"path": "m", "policy_temperature": 1e-3}}, r"'model\.policy_temperature' has the value 0\.001"),
+    ({"objective": {"beta": True}}, r"'objective\.beta' has the value True: it takes a number"),
+    ({"trainer": {"learning_rate": "banana"}}, r"'trainer\.learning_rate' has the value 'banana': it takes a number"),
+    ({"trainer": {"num_processes": 3, "sharding": {"context": 2}}}, r"context is 2, and trainer\.num_processes is 3"),
+    ({"scaling": {"backend": "kubernetes"}}, r"the name of the Deployment .*; give scaling\.deployment"),
+    ({"scaling": {"deployment": "Demo_Searcher"}}, r"'scaling\.deployment' has the value 'Demo_Searcher'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"buffer": {"prot": 1}}, r"unknown key 'buffer\.prot' \(value 1\); did you mean 'port'\?"),
-        ({"bufer": {}}, "unknown key 'bufer' .*did you mean 'buffer'"),
-        ({"objective": {"beta": {"value": 1.0, "stepz": 3}}}, r"'objective\.beta\.stepz' .*did you mean 'steps'"),
-        ({"model": {"path": "m", "warm_start": {"tasks": "addition"}}}, "did you mean 'task'"),
-        ({"zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
-        ({"searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}}, r"searcher\.tasks\.gms8k .*did you mean 'gsm8k'\?"),
-        (
-            {"trainer": {"device": "cuda:0", "num_processes": 2}},
-            r"trainer\.device is 'cuda:0'.*num_processes is 2; give 'cuda'",
-        ),
-        ({"buffer": {"redis_password": "hunter2"}}, r"\(value not shown\); did you mean 'redis_password_file'\?$"),
-        ({"buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),
-        ({"buffer": {"port": "many"}}, r"key 'buffer\.port' has the value 'many'"),
-        ({"trainer": {"num_steps": 0, "adam_beta1": 1.0}}, r"'trainer\.num_steps' has the value 0.*and 1 more"),
-        ({"run": {}}, r"key 'run\.name' is missing"),
-        ({"run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
-        ({"data": {}}, "give exactly one of `generator`"),
-        ({"data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
-        ({"eval": {"published": {"greedy": False}}}, "nothing would be generated"),
-        ({"eval": {"pass_at": [2]}}, "eval: pass_at holds 2, and there are 1 samples"),
-        (
-            {"objective": {"preset": "tb", "reference_reset_steps": 5}},
-            "objective: reference_reset_steps = 5 belongs to anchor",
-        ),
-        (
-            {"objective": {"beta": {"kind": "linear", "value": 1.0}}},
-            r"objective\.beta: a linear schedule needs `steps`",
-        ),
-        ({"searcher": {"num_searchers": 0}, "objective": BY_SEARCHERS}, r"\"searcher\" needs searchers"),
-        (
-            {"run": {"name": "new", "snapshot": "old/end"}, "objective": BY_SEARCHERS},
-            r"run\.snapshot = 'old/end' .*\"trainer\"",
-        ),
-        ({"buffer": {"max_rollouts": 63}}, r"min_size_to_sample 64 is above buffer\.max_rollouts 63"),
-        (
-            {"sampling": {"samples_per_insert": 2.5, "max_uses": 2}},
-            r"samples_per_insert is 2\.5.* 2 batches \(sampling\.max_uses\)",
-        ),
-        ({"sampling": {"lag_steps": 1}, "searcher": {"num_searchers": 0}}, "lag_steps needs searchers"),
-        (
-            {**LAG, "buffer": {"max_policy_age_steps": 14}},
-            "max_policy_age_steps = 14 evicts them; set it to 15 or more",
-        ),
-        (
-            {**LAG, "objective": {"preset": "tba_prime_published", "old_policy_versions": 3}},
-            "keeps 3 .* set it to 4 or more",
-        ),
-        ({"trainer": {"learning_rate": 1e39}}, r"'trainer\.learning_rate' has the value 1e\+39: .* at most 1000"),
-        (
-            {"trainer": {"learning_rate": {"kind": "linear", "value": 1.0, "final": 1001, "steps": 9}}},
-            "this one reaches 1001",
-        ),
-        ({"objective": {"beta": 1e7}}, r"a KL coefficient is at most 1e\+06, and this one reaches 1e\+07"),
-        (
-            {"searcher": {"engine": "vllm", "vllm": {"quantization": "fp8_per_block"}}},
-            r"'fp8_per_block', .*set model\.dtype",
-        ),
-        (
-            {"searcher": {"engine": "openai", "openai": {"url": "http://vllm:8"}}, "scaling": TWO},
-            "http://vllm:8.* set it to 1",
-        ),
-        ({"searcher": {"sampling_temperature": 101}}, "has the value 101: .* less than or equal to 100"),
-        ({"model": {"path": "m", "policy_temperature": 1e-3}}, r"'model\.policy_temperature' has the value 0\.001"),
-        ({"objective": {"beta": True}}, r"'objective\.beta' has the value True: it takes a number"),
-        (
-            {"trainer": {"learning_rate": "banana"}},
-            r"'trainer\.learning_rate' has the value 'banana': it takes a number",
-        ),
-        (
-            {"trainer": {"num_processes": 3, "sharding": {"context": 2}}},
-            r"context is 2, and trainer\.num_processes is 3",
-        ),
-        ({"scaling": {"backend": "kubernetes"}}, r"the name of the Deployment .*; give scaling\.deployment"),
-        ({"scaling": {"deployment": "Demo_Searcher"}}, r"'scaling\.deployment' has the value 'Demo_Searcher'"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), WRONG)
 def test_a_wrong_recipe_names_key_value_and_remedy(sections: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^recipe\.toml: .*{message}") as caught:
         parse_recipe({**MINIMAL, **sections}, where="recipe.toml")
@@ -225,10 +188,8 @@ def test_a_wrong_recipe_names_key_value_and_remedy(sections: dict, message: str)
 def test_a_number_that_nothing_starts_is_not_held_against_servers_of_pods() -> None:
     """The chart tells the buffer alone that it scales: a trainer reads the same recipe with backend none."""
     sections = {"searcher": {"engine": "openai", "openai": {"url": "http://localhost:8000"}}}
-    assert (
-        parse_recipe({**MINIMAL, **sections, "scaling": {"num_searchers": 3}}, where="recipe.toml").scaling.backend
-        == "none"
-    )
+    found = parse_recipe({**MINIMAL, **sections, "scaling": {"num_searchers": 3}}, where="recipe.toml")
+    assert found.scaling.backend == "none"
 
 
 def test_a_misspelt_environment_variable_is_refused(recipe_path: Path) -> None:
@@ -254,9 +215,8 @@ def test_a_set_that_is_no_assignment_is_refused(recipe_path: Path, item: str, sa
 
 
 def test_a_file_that_is_missing_or_broken_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no\.toml does not exist; `tba run quickstart` runs one that ships with tba"
-    ):
+    missing = r"no\.toml does not exist; `tba run quickstart` runs one that ships with tba"
+    with pytest.raises(ConfigError, match=missing):
         load_recipe(tmp_path / "no.toml", environ={})
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recipe(tmp_path, environ={})
@@ -283,14 +243,7 @@ def test_a_schedule_has_these_values(fields: dict[str, Any], values: dict[int, f
     assert {step: schedule.at(step) for step in values} == pytest.approx(values)
 
 
-@given(
-    st.sampled_from(["constant", "linear", "cosine", "wsd"]),
-    st.floats(0, 10),
-    st.floats(0, 10),
-    st.integers(1, 50),
-    st.integers(0, 60),
-    st.data(),
-)
+@given(st.sampled_from(KINDS), st.floats(0, 10), st.floats(0, 10), st.integers(1, 50), st.integers(0, 60), st.data())
 def test_after_warm_up_every_schedule_stays_between_value_and_final(
     kind: str, value: float, final: float, steps: int, warmup_steps: int, data: st.DataObject
 ) -> None:
@@ -299,14 +252,8 @@ def test_after_warm_up_every_schedule_stays_between_value_and_final(
         final = 0.0
     else:
         warmup_steps = min(warmup_steps, steps - (decay_steps or 1))
-    schedule = Schedule(
-        kind=kind,  # pyright: ignore[reportArgumentType]
-        value=value,
-        final=final,
-        steps=steps,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-    )
+    fields: dict[str, Any] = {"kind": kind, "value": value, "final": final, "steps": steps}
+    schedule = Schedule(**fields, warmup_steps=warmup_steps, decay_steps=decay_steps)
     ends = (value, value if kind == "constant" else final)
     values = [schedule.at(step) for step in range(steps + 5)]
     assert all(min(ends) - 1e-9 <= found <= max(ends) + 1e-9 for found in values[warmup_steps:])

@@ -29,23 +29,20 @@ def recipe_with(**sections: Any) -> Recipe:
     return parse_recipe({**minimal, **sections}, where="recipe.toml")
 
 
+MIX = {"temperature_mix": {"low": 0.7, "high": 1.3}}
 DISTORTED: list[tuple[dict[str, Any], str]] = [
-    ({"temperature_mix": {"low": 0.7, "high": 1.3}}, "temperature_mix"),
+    (MIX, "temperature_mix"),
     ({"top_p": 0.9}, "top_p"),
     ({"top_k": 20}, "top_k"),
     ({"tasks": {"addition": {"min_response_tokens": 2}}}, r"tasks\.addition\.min_response_tokens"),
 ]
 """Settings that make the behaviour policy another distribution than softmax(logits / temperature)."""
-
-
 FALLING = {"kind": "linear", "value": 0.1, "steps": 100}
-ONE_ROLLOUT = {"group_size": 1, "prompts_per_batch": 1}
+ONE_ROLLOUT, TEN_ROLLOUTS = {"group_size": 1, "prompts_per_batch": 1}, {"group_size": 5, "prompts_per_batch": 2}
 COLD, WARM = {"sampling_temperature": 0.7}, {"sampling_temperature": 1.0}
 HOT_MODEL = {"path": "m", "policy_temperature": 2.5}
 COLD_MODEL = {"path": "m", "policy_temperature": 0.7}
 PUBLISHED = {"preset": "tba_prime_published", "anchor": "fixed"}
-
-
 SKIPS = {"guards": {"ess_collapse": {"action": "skip"}}}
 """The effective sample size of N rollouts is at least 1, so its share is at least 1 / N."""
 SEARCHERS: list[tuple[dict[str, Any], str]] = [
@@ -56,10 +53,7 @@ SEARCHERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature_mix": {"low": 1.0, "high": 101.0}}, r"temperature_mix\.high.* has the value 101"),
     ({"temperature_mix": {"low": 1.0, "high": 1.0}}, r"low 1 must be below high 1"),
     ({"temperature_mix": {"low": 1.0}}, r"'searcher\.temperature_mix\.high' is missing"),
-    (
-        {"temperature_mix": {"low": 0.7, "high": 1.3}, "sampling_temperature": 0.9},
-        "takes the place of sampling_temperature, and both are given",
-    ),
+    ({**MIX, "sampling_temperature": 0.9}, "takes the place of sampling_temperature, and both are given"),
     ({"engine": "vllm", "sampling_temperature": 2.5}, "sampling_temperature reaches 2.5, and vLLM samples at most"),
     ({"engine": "vllm", "temperature_mix": {"low": 1.0, "high": 3.0}}, "temperature_mix reaches 3, and vLLM"),
     ({"tasks": {"a": {"min_response_tokens": 65}}}, "is 65, above max_response_tokens 64"),
@@ -135,17 +129,11 @@ def test_an_anchor_takes_the_place_of_the_presets_and_nothing_else_changes(ancho
         ({"preset": "tba_prime"}, {"searcher": COLD}, "objective.centre is"),
         ({"preset": "tb"}, {"model": HOT_MODEL, "searcher": {"engine": "vllm"}}, "policy_temperature is 2.5, and vLLM"),
         *[({"preset": "kimi"}, {"searcher": value}, rf"but searcher\.{name} makes it") for value, name in DISTORTED],
-        (
-            {"preset": "tb"},
-            {"trainer": SKIPS, "sampling": {"prompts_per_batch": 2, "group_size": 5}},
-            "and can never be taken",
-        ),
+        ({"preset": "tb"}, {"trainer": SKIPS, "sampling": TEN_ROLLOUTS}, "and can never be taken"),
         *[({"preset": "tb"}, {"searcher": searcher}, message) for searcher, message in SEARCHERS],
     ],
 )
-def test_an_impossible_configuration_is_refused_in_one_sentence(
-    objective: dict[str, Any], sections: dict[str, Any], message: str
-) -> None:
+def test_what_is_impossible_is_refused_in_one_sentence(objective: dict, sections: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         recipe(objective, **sections)
     assert "\n" not in str(caught.value)
@@ -175,7 +163,7 @@ def test_what_is_possible_is_taken(objective: dict[str, Any], sections: dict[str
 
 
 def test_a_resolved_recipe_with_a_temperature_mix_is_read_again_and_takes_no_live_temperature() -> None:
-    recipe = recipe_with(objective={"preset": "tb"}, searcher={"temperature_mix": {"low": 0.7, "high": 1.3}})
+    recipe = recipe_with(objective={"preset": "tb"}, searcher=MIX)
     assert parse_recipe(recipe.model_dump(mode="json"), where="resolved") == recipe
     with pytest.raises(ConfigError, match="takes the place of sampling_temperature"):
         with_live(recipe, parse_live({"sampling_temperature": 0.5}))
@@ -195,9 +183,8 @@ def test_every_live_setting_has_its_place_in_the_recipe() -> None:
 def test_a_number_or_a_schedule_takes_the_place_of_the_recipes_value_and_nothing_else_changes() -> None:
     before = recipe_with()
     falling = {"kind": "linear", "value": 0.9, "final": 0.1, "steps": 8}
-    after = with_live(
-        before, parse_live({"learning_rate": falling, "most_on_policy_prob": 0.25, "eval_every_steps": 3})
-    )
+    live = {"learning_rate": falling, "most_on_policy_prob": 0.25, "eval_every_steps": 3}
+    after = with_live(before, parse_live(live))
     assert [after.trainer.learning_rate.at(step) for step in (0, 4, 8)] == pytest.approx([0.9, 0.5, 0.1])
     assert after.sampling.most_on_policy_prob == 0.25
     assert after.eval.every_steps == 3
@@ -216,9 +203,7 @@ def test_a_number_or_a_schedule_takes_the_place_of_the_recipes_value_and_nothing
         ("searcher", "sampling_temperature", "hot", "'hot'"),
     ],
 )
-def test_m_is_a_probability_and_the_sampling_temperature_above_0(
-    section: str, key: str, value: Any, message: str
-) -> None:
+def test_m_is_a_probability_and_the_temperature_above_0(section: str, key: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{section}\.{key}' has the value .*{message}"):
         recipe_with(**{section: {key: value}})
     with pytest.raises(ConfigError, match=rf"live settings: key '{key}' has the value .*{message}"):
@@ -253,9 +238,8 @@ def test_a_beta_for_which_the_run_has_no_reference_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"beta above 0 gives grpo a KL to a reference, and this run was started"):
         with_live(recipe_with(objective={"preset": "grpo"}), parse_live({"beta": 0.1}))
     for objective in ({"preset": "grpo", "beta": 0.1}, {"preset": "kimi"}):
-        assert with_live(recipe_with(objective=objective), parse_live({"beta": 0.2})).objective.beta == Schedule(
-            value=0.2
-        )
+        found = with_live(recipe_with(objective=objective), parse_live({"beta": 0.2}))
+        assert found.objective.beta == Schedule(value=0.2)
     assert with_live(recipe_with(objective={"preset": "grpo", "beta": 0.1}), parse_live({"beta": 0.0}))
     with pytest.raises(ConfigError, match="kimi needs it above 0"):
         with_live(recipe_with(objective={"preset": "kimi"}), parse_live({"beta": 0.0}))
@@ -297,9 +281,8 @@ def test_a_live_sampling_temperature_that_makes_the_behaviour_no_earlier_theta_i
 )
 def test_no_password_is_shown(url: str, shown: str) -> None:
     assert without_secrets(url) == shown
-    assert with_bare_urls({"of": [f"GET {url} failed", 1, None]}) == {
-        "of": [f"GET {shown if '://' in url else url} failed", 1, None]
-    }
+    bare = shown if "://" in url else url
+    assert with_bare_urls({"of": [f"GET {url} failed", 1, None]}) == {"of": [f"GET {bare} failed", 1, None]}
 
 
 def test_what_follows_an_address_is_no_password_and_what_precedes_one_hides_none() -> None:

@@ -9,7 +9,8 @@ from tba.api import LeaseRequest, LineageRequest, RunCommand, ScaleRequest, Sett
 from tba.config import LiveSettings
 from tba.errors import MalformedError
 from tba.fields import control_character_error, escape_controls, one_line
-from tba.wire import Heartbeat, Wait, decode_heartbeat, decode_rollout, encode_heartbeat, encode_rollout
+from tba.wire import Wait, decode_heartbeat, decode_rollout, encode_heartbeat, encode_rollout
+from tests.support.buffer import make_heartbeat
 from tests.support.rollout_values import replace
 from tests.support.wire_values import pending_rollout
 
@@ -50,15 +51,9 @@ def test_ids_are_refused_and_reasons_cleaned(text: str) -> None:
 @pytest.mark.parametrize("field", ["component_id", "state", "wait.name", "gauges"])
 def test_a_heartbeat_is_refused(field: str) -> None:
     text = "a\x1b[2J"
-    beat = Heartbeat(
-        component_id=text if field == "component_id" else "s-1",
-        kind="searcher",
-        run="test",
-        state=text if field == "state" else "running",
-        version=None,
-        wait=Wait(name=text if field == "wait.name" else "lease", for_s=1.0, deadline_in_s=1.0),
-        gauges={text if field == "gauges" else "step": 1.0},
-    )
+    wait = Wait(name=text if field == "wait.name" else "lease", for_s=1.0, deadline_in_s=1.0)
+    own = {field: text} if field in ("component_id", "state") else {}
+    beat = make_heartbeat(**own, wait=wait, gauges={text if field == "gauges" else "step": 1.0})
     with pytest.raises(MalformedError, match=rf"field '{field}' holds the control character U\+001B; leave it out"):
         decode_heartbeat(encode_heartbeat(beat))
 

@@ -32,9 +32,8 @@ OVER = "mark_started()\nsignal.raise_signal(signal.SIGTERM)\n"
     ],
 )
 def test_a_signal_ends_a_start_with_its_code_and_one_line(program: str, number: signal.Signals, code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + program + WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words, pipe = [sys.executable, "-c", BEGIN + program + WAIT], subprocess.PIPE
+    process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,14 +1,18 @@
-"""Numbers of an evaluation: means and standard errors against brute force, unknown never taken for anything."""
+"""Numbers of an evaluation: means and errors against brute force, unknown never taken for anything, and the tables."""
 
 from __future__ import annotations
 
 import math
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tba.config.evaluation import PublishedNumber
+from tba.evaluation.evaluation_job import Comparison, Estimate, EvaluationReport, ModeReport, ScoreCounts
 from tba.evaluation.statistics import exp_of_ratio, mean_of_pairs, mean_of_prompts, success_rate
+from tba_cli.reports.comparison import evaluation_markdown
 
 
 def test_a_mean_counts_prompts_as_independent_and_completions_of_one_prompt_not() -> None:
@@ -81,3 +85,26 @@ def test_the_mean_of_pairs_and_its_jackknife() -> None:
     assert stderr == pytest.approx(math.sqrt(8 / 9 * ((without - without.mean()) ** 2).sum()))
     assert mean_of_pairs(distances[:1, :1]) == (None, None)
     assert mean_of_pairs(distances[:2, :2]) == (pytest.approx(distances[0, 1]), None)
+
+
+def test_the_tables_show_errors_unknown_scores_and_the_difference_to_published_numbers() -> None:
+    found = Estimate(value=0.5, stderr=0.125, num_prompts=16, num_completions=16, low=0.4, high=0.6)
+    unknown = {"timeout": 3, "crashed": 1}
+    counts = ScoreCounts(reward_versions=["t@1"], success=">= 1", num_scored=16, num_unknown=4, unknown=unknown)
+    greedy = ModeReport(temperature=0, num_completions=19, finish_reasons={"stop": 19}, scores={"t": counts})
+    one = PublishedNumber(name="a paper", metric="greedy.t.success_rate", value=0.25, setting="7 steps", source="p. 3")
+    other = PublishedNumber(name="another", metric="greedy.t.mean_reward", value=1.0, setting="8 steps", source="p. 4")
+    references = [Comparison(reference=one, found=found), Comparison(reference=other, found=None)]
+    about: dict[str, Any] = {"subject": "version 1-4 of run 'demo'", "version": "1-4", "params_sha256": None}
+    about |= {"run": "demo", "engine": "embedded", "tba_version": "0", "finished_at_s": 1.0, "num_prompts": 20}
+    about |= {"refused_prompts": {"p-7": "too long"}, "generation_s": 2.0, "num_generated_tokens": 100, "settings": {}}
+    metrics = {"greedy.t.success_rate": found}
+    report = EvaluationReport(**about, modes={"greedy": greedy}, metrics=metrics, references=references)
+    table = evaluation_markdown(report)
+    squeezed = " ".join(table.split())
+    assert "| greedy.t.success_rate (>= 1) | 0.5 (0.4 to 0.6) | 0.125 | 16 | 16 |" in squeezed
+    assert "greedy t: 4 of 20 scores are unknown (1 crashed, 3 timeout)" in table
+    assert "1 prompts were refused, for example p-7: too long" in table
+    differs = "0.25 | 0.5 ± 0.125 | +0.25 (+2.0 standard errors)"
+    assert f"| a paper | greedy.t.success_rate | {differs} | 7 steps | p. 3 |" in squeezed
+    assert "| another | greedy.t.mean_reward | 1 | unknown | |" in squeezed

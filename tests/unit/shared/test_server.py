@@ -1,9 +1,10 @@
-"""The answers common to all services: health, problems, and access."""
+"""What all services have in common: health, problems, access, and the socket that they listen on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tba.health import readiness_problem
 from tba.server import Authenticator, create_app, openapi
 from tba.server.auth import AuthThrottle
 from tba.server.problems import install_problem_handlers
+from tba.server.serve import bind
 from tests.support.answering import answering
 from tests.support.buffer import make_recipe
 
@@ -201,17 +203,17 @@ def test_the_document_is_the_same_with_the_fastapi_that_vllm_requires(monkeypatc
 # ---- What a web page of another site makes a browser send -----------------------------------------------------------
 
 
+OWN = ["127.0.0.1:8700", "localhost", "LocalHost:1234", "run.localhost:80", "[::1]:8700", "[::1]", "buffer.home"]
+OWN += ["buffer.home:8700", "10.1.2.3:8700"]  # the last one is a pod's
+FOREIGN = ["evil.example:8700", "localhost.evil.example", "127.0.0.1.evil.example:8700", "buffer", "evil:8700:"]
+
+
 def gated(tokens: dict[str, str] | None) -> FastAPI:
     async def ready() -> None: ...
 
-    app = create_app(
-        title="test",
-        recipe=make_recipe(buffer={"url": "https://buffer.home:8700"}),
-        max_body_bytes=100,
-        auth=Authenticator(tokens),
-        ready=ready,
-        registry=CollectorRegistry(),
-    )
+    recipe, auth = make_recipe(buffer={"url": "https://buffer.home:8700"}), Authenticator(tokens)
+    common: dict[str, Any] = {"max_body_bytes": 100, "auth": auth, "ready": ready, "registry": CollectorRegistry()}
+    app = create_app(title="test", recipe=recipe, **common)
 
     @app.post("/v1/body")
     async def body(request: Request) -> int:
@@ -228,25 +230,7 @@ async def asked(app: FastAPI, method: str, headers: dict[str, str], content: byt
     return reply.status_code
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("127.0.0.1:8700", 200),
-        ("localhost", 200),
-        ("LocalHost:1234", 200),
-        ("run.localhost:80", 200),
-        ("[::1]:8700", 200),
-        ("[::1]", 200),
-        ("10.1.2.3:8700", 200),  # a pod's
-        ("buffer.home:8700", 200),
-        ("buffer.home", 200),
-        ("evil.example:8700", 403),
-        ("localhost.evil.example", 403),
-        ("127.0.0.1.evil.example:8700", 403),
-        ("buffer", 403),
-        ("evil:8700:", 403),
-    ],
-)
+@pytest.mark.parametrize(("host", "status"), [*((host, 200) for host in OWN), *((host, 403) for host in FOREIGN)])
 async def test_without_tokens_a_service_has_no_names_but_its_own(host: str, status: int) -> None:
     assert await asked(gated(None), "GET", {"host": host}) == status
     assert await asked(gated(TOKENS), "GET", {"host": host}) == 200
@@ -284,3 +268,45 @@ async def test_the_openapi_document_is_rendered_once() -> None:
     assert [reply.json() for reply in replies] == [document] * 3
     assert replies[0].headers["content-type"] == "application/json"
     assert rendered == [1]
+
+
+# ---- The listening socket of every service ---------------------------------------------------------------------------
+
+
+def test_answers_do_not_wait_for_acknowledgements_on_any_loop() -> None:
+    """asyncio sets TCP_NODELAY only where the socket says that it is TCP; uvloop always does."""
+
+    async def accepted_has_no_delay() -> bool:
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        server = await asyncio.start_server(serve, sock=(listening := bind("127.0.0.1", 0)))
+        async with server:
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.close()
+            return await found
+
+    assert asyncio.run(accepted_has_no_delay())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this kernel has no IPv6")
+def test_all_addresses_are_those_of_ipv4_too() -> None:
+    with bind("::", 0) as listening:
+        for host in ("::1", "127.0.0.1"):
+            socket.create_connection((host, listening.getsockname()[1])).close()
+
+
+def test_all_addresses_of_a_machine_without_ipv6_are_those_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with bind("::", 0) as listening:
+        assert listening.family == socket.AF_INET
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:87"), ("::", "http://[::]:87"), ("h", "http://h:87")])
+def test_an_ipv6_address_is_in_brackets_in_a_url(host: str, url: str) -> None:
+    recipe = make_recipe(**{key: {"host": host, "port": 87} for key in ("buffer", "reward")})
+    assert (recipe.buffer_url, recipe.reward_url) == (url, url)

@@ -10,14 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from tba.temporary_folders import temporary_folder
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_not(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
         "import os, signal; from tba.temporary_folders import temporary_folder\n"
@@ -35,9 +31,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_uses_is_no
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_on_a_file_system_without_locks_is_used_and_never_looks_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_on_a_disk_without_locks_is_used_and_never_looks_abandoned(tmp_path: Path, monkeypatch) -> None:
     def no_locks(_file: object, _what: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from tba import watched_file
-from tba.config import parse_recipe
 from tba.errors import ConfigError, UnauthorizedError
 from tba.server import Authenticator
 from tba.tokens import (
@@ -26,6 +25,7 @@ from tba.tokens import (
 )
 from tba_cli.doctor.checks.security import check_tokens
 from tba_cli.doctor.target import target_of
+from tests.support.buffer import make_recipe
 
 OLD, NEW, OTHER = "old-token-0123456789", "new-token-0123456789", "operator-0123456789"
 
@@ -136,9 +136,7 @@ def test_a_changed_file_holds_at_once_and_old_tokens_die(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("broken", ['{"searcher": "new-tok', "", "[]", '{"searcher": "short"}', None])
-def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
-    tmp_path: Path, broken: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(tmp_path: Path, broken: Any, monkeypatch) -> None:
     said = Mock()
     monkeypatch.setattr(watched_file, "log", said)
     path = write(tmp_path / "tokens.json", {"searcher": OLD})
@@ -158,9 +156,7 @@ def test_a_broken_new_file_keeps_the_old_tokens_and_says_so_once(
     assert sent.value == (NEW,)
 
 
-def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(tmp_path: Path, monkeypatch) -> None:
     path = write(tmp_path / "tokens.json", {"searcher": OLD})
     sent = sent_by(path)
     write(path, {"searcher": NEW})
@@ -201,11 +197,7 @@ def test_a_person_may_have_a_file_with_one_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "service"), [("127.0.0.1", "buffer"), ("127.0.0.1", None), ("0.0.0.0", None), ("::", None)]
 )
-def test_a_local_run_without_a_tokens_file_makes_its_own_and_the_check_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, service: str | None
-) -> None:
+def test_a_local_run_without_a_tokens_file_makes_its_own_and_it_is_said(tmp_path, monkeypatch, host, service) -> None:
     monkeypatch.chdir(tmp_path)
-    document = {"run": {"name": "demo"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
-    recipe = parse_recipe({**document, "buffer": {"host": host}}, where="test")
-    (result,) = check_tokens(target_of(recipe, service=service))
+    (result,) = check_tokens(target_of(make_recipe(buffer={"host": host}), service=service))
     assert (result.level, "makes tokens of its own" in result.found) == ("ok", True)

@@ -94,9 +94,7 @@ def test_policy_age_across_two_restarts(rollout: str, trainer: str, age: int) ->
 
 
 @given(trees_with_two_versions())
-def test_policy_age_is_what_walking_back_step_by_step_gives(
-    case: tuple[LineageTree, PolicyVersion, PolicyVersion],
-) -> None:
+def test_policy_age_is_what_walking_back_step_by_step_gives(case: tuple) -> None:
     tree, rollout, trainer = case
     assert tree.policy_age(rollout, trainer) == age_by_walking(tree, rollout, trainer)
 

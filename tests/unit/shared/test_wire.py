@@ -52,9 +52,9 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
     "manifest": (decode_manifest, encode_manifest(manifest())),
 }
 ROLLOUT = msgpack.unpackb(DECODERS["rollout"][1])
-FIELDS = [
-    (name, field) for name in ("rollout", "push", "batch", "heartbeat") for field in msgpack.unpackb(DECODERS[name][1])
-]
+PACKED = ["rollout", "push", "batch", "heartbeat"]
+FIELDS = [(name, field) for name in PACKED for field in msgpack.unpackb(DECODERS[name][1])]
+UNSCORED = {"reward": None, "reward_status": "pending"}
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 3), inner),
@@ -123,7 +123,7 @@ def test_any_value_in_any_field_is_read_or_is_a_wire_error(name: str, field: str
         decode(pack(document))
 
 
-@pytest.mark.parametrize("name", ["rollout", "push", "batch", "heartbeat"])
+@pytest.mark.parametrize("name", PACKED)
 def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
     decode, good = DECODERS[name]
     document = msgpack.unpackb(good)
@@ -159,6 +159,7 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
         ({"reward": None}, "reward is None but reward_status is 'scored'"),
         ({"reward_status": "pending"}, r"reward is 1\.0 but reward_status is 'pending'"),
         ({"reward_status": "failed", "reward": None}, "failed reward needs a reward_reason"),
+        ({**UNSCORED, "reward_parts": {"a": 1.0}}, "it has reward_parts but reward_status is 'pending'"),
         ({"reward_version": None}, "scored reward needs a reward_version"),
         ({"reward": math.nan}, "'reward' is nan, not a finite number"),
         ({"reward": math.inf}, "'reward' is inf"),
@@ -192,31 +193,20 @@ def test_a_rollout_beyond_a_limit_is_a_limit_error(fields: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("parts", "error", "message"),
     [
-        ({"reward_parts": {}}, MalformedError, r"length >= 1 - at `\$\.reward_parts`"),
-        ({"reward_parts": {"a": "1"}}, MalformedError, "Expected `float`"),
-        ({"reward_parts": {1: 1.0}}, MalformedError, "Expected `str`, got `int` - at `key` in"),
-        ({"reward_parts": {"a": math.nan}}, MalformedError, "has nan for the part 'a', not a finite number"),
-        ({"reward_parts": {"a\n": 1.0}}, MalformedError, r"has the part 'a.n', a name that no recipe can give"),
-        ({"reward_parts": {"x" * 64: 1.0}}, MalformedError, "a name that no recipe can give"),
-        (
-            {"reward_parts": {str(n): 0.0 for n in range(MAX_REWARD_PARTS + 1)}},
-            LimitError,
-            r"length <= 256 - at `\$\.reward_parts`",
-        ),
-        (
-            {"reward_parts": {"a": 1.0}, "reward": None, "reward_status": "pending"},
-            MalformedError,
-            "it has reward_parts but reward_status is 'pending'",
-        ),
+        ({}, MalformedError, r"length >= 1 - at `\$\.reward_parts`"),
+        ({"a": "1"}, MalformedError, "Expected `float`"),
+        ({1: 1.0}, MalformedError, "Expected `str`, got `int` - at `key` in"),
+        ({"a": math.nan}, MalformedError, "has nan for the part 'a', not a finite number"),
+        ({"a\n": 1.0}, MalformedError, r"has the part 'a.n', a name that no recipe can give"),
+        ({"x" * 64: 1.0}, MalformedError, "a name that no recipe can give"),
+        ({str(n): 0.0 for n in range(MAX_REWARD_PARTS + 1)}, LimitError, r"length <= 256 - at `\$\.reward_parts`"),
     ],
 )
-def test_parts_of_a_reward_have_bounds_and_need_a_reward(
-    fields: dict[str, Any], error: type[WireError], message: str
-) -> None:
+def test_parts_of_a_reward_have_bounds(parts: dict, error: type[WireError], message: str) -> None:
     with pytest.raises(error, match=message):
-        decode_rollout(changed(**fields))
+        decode_rollout(changed(reward_parts=parts))
 
 
 def test_parts_are_left_out_of_the_bytes_where_there_are_none() -> None:
@@ -241,9 +231,7 @@ def test_parts_are_left_out_of_the_bytes_where_there_are_none() -> None:
         ({"a b": 0.5, "c": 0.5}, True, None),
     ],
 )
-def test_the_only_score_is_no_part_where_it_is_the_reward(
-    parts: dict[str, float] | None, is_composite: bool, stored: dict[str, float] | None
-) -> None:
+def test_the_only_score_is_no_part_where_it_is_the_reward(parts: Any, is_composite: bool, stored: Any) -> None:
     assert storable_parts(parts, 1.0, is_composite=is_composite) == stored
 
 
@@ -342,10 +330,8 @@ def changed_fields(draw: st.DrawFn) -> bytes:
         if name == "version_spans":
             document[name] = draw(SPANS)
         elif name == "sampling":
-            document[name] = {
-                **document["sampling"],
-                draw(st.sampled_from(["temperature", "top_p", "stop"])): draw(VALUES),
-            }
+            setting = draw(st.sampled_from(["temperature", "top_p", "stop"]))
+            document[name] = {**document["sampling"], setting: draw(VALUES)}
         elif name.endswith(("tokens", "logprobs")):
             document[name] = draw(ARRAYS)
         else:

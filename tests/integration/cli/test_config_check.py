@@ -63,20 +63,11 @@ def check(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     (tmp_path / "graders.py").write_text(GRADERS)
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows())))
 
-    def run(
-        *words: str,
-        command: tuple[str, ...] = ("config", "check"),
-        function: str = "graders:same",
-        **sections: dict[str, Any],
-    ) -> tuple[int, str]:
-        document: dict[str, dict[str, Any]] = {
-            "run": {"name": "demo"},
-            "model": {"path": str(model)},
-            "data": {"path": "prompts.jsonl"},
-            "buffer": {"port": 0},
-            "reward": {"port": 0, "tasks": {"mine": {"scorers": [{"kind": "python", "function": function}]}}},
-            "searcher": {"max_prompt_tokens": 16, "max_response_tokens": 16},
-        }
+    def run(*words: str, command: Any = ("config", "check"), function: str = "graders:same", **sections: Any) -> Any:
+        tasks = {"mine": {"scorers": [{"kind": "python", "function": function}]}}
+        document: dict[str, dict[str, Any]] = {"run": {"name": "demo"}, "model": {"path": str(model)}}
+        document |= {"data": {"path": "prompts.jsonl"}, "buffer": {"port": 0}, "reward": {"port": 0, "tasks": tasks}}
+        document["searcher"] = {"max_prompt_tokens": 16, "max_response_tokens": 16}
         for name, values in sections.items():
             document[name] = {**document.get(name, {}), **values}
         (tmp_path / "recipe.json").write_text(json.dumps(document))
@@ -109,17 +100,13 @@ def test_a_good_recipe_passes_with_everything_looked_at(check: Check) -> None:
 
 
 GRADER = {"kind": "python"}
+OF_COLUMNS = "'2' 0, data.level '1' 0, data.gold '3' 1"
 TRIED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     # an answer in a box, behind reasoning, in a format, in another column; one that is else the wrong response
     "box": ({"kind": "math"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0, data.answer in a box 1"),
     "reasoning": ({"kind": "last_number"}, {"answer": 2}, "1+1=<think>\n", "'1' 0, data.answer '2' 0"),
     "format": ({"kind": "format", "pattern": "=.*"}, {"answer": "2"}, "1+1=", "'1' 0, data.answer '2' 0"),
-    "column": (
-        {"kind": "exact", "field": "gold"},
-        {"level": 1, "gold": "3"},
-        "1+1=",
-        "'2' 0, data.level '1' 0, data.gold '3' 1",
-    ),
+    "column": ({"kind": "exact", "field": "gold"}, {"level": 1, "gold": "3"}, "1+1=", OF_COLUMNS),
     "one": ({"kind": "exact"}, {"answer": "1"}, "1*1=", "'2' 0, data.answer '1' 1"),
     # a function of token ids gets some
     "lengths": ({**GRADER, "function": "graders:lengths"}, {"answer": "2"}, "1+1=", "score 1 ('1', data.answer '2');"),
@@ -158,9 +145,8 @@ def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check:
     code, out = check(model={"path": "nowhere"})
     assert code == 1
     found = "of 62 prompts of task 'mine' cannot be scored, first"
-    assert (
-        f"FAIL scorer: 3 {found} '40': their data have the columns gold; graders:same needs the column 'answer'," in out
-    )
+    needs = "their data have the columns gold; graders:same needs the column 'answer',"
+    assert f"FAIL scorer: 3 {found} '40': {needs}" in out
     assert f"FAIL scorer: 1 {found} '43': their data have the columns none; graders:same needs" in out
     assert "ok   scorer: task 'mine': made-up responses score: '1' 0, data.answer '2' 1\n" in out
     assert "-    scorer: task 'mine': 3 prompts, whose data have rarer columns, were not tried" in out
@@ -168,11 +154,8 @@ def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check:
     known = ScoreResult(item_id="1", reward=0.0)
     lacks = ScoreResult(item_id="1", error=ScoreError(reason="bad_data", detail="no answer"))
     # as `tba run` says it; also where these are the commonest
-    for first, second, said in (
-        (known, lacks, "3 of 62 prompts"),
-        (lacks, known, "42 of 62 prompts"),
-        (lacks, lacks, "scores nothing"),
-    ):
+    both = [(known, lacks, "3 of 62 prompts"), (lacks, known, "42 of 62 prompts"), (lacks, lacks, "scores nothing")]
+    for first, second, said in both:
         sets = [replace(alike[0], results=[("'1'", first)]), replace(alike[1], results=[("'1'", second)])]
         trial = Trial(tried={"mine": sets})
         with pytest.raises(ConfigError, match=said):
@@ -193,6 +176,7 @@ NO_NETWORK = "-    prompts: --offline: a network would be needed for org/nowhere
 ELSEWHERE = "-    scorer: task 'mine': scorer 'http' asks an endpoint elsewhere"
 UNREADABLE = "nothing.jsonl cannot be read: No such file"
 WARM = {"path": "later", "warm_start": {"task": "addition"}}
+OFFLINE = {"data": {"path": None, "sets": [OF_THE_HUB]}, "reward": {"tasks": {"mine": JUDGE}}}
 
 
 @pytest.mark.parametrize(
@@ -201,11 +185,7 @@ WARM = {"path": "later", "warm_start": {"task": "addition"}}
         ({"model": WARM}, 0, ["later is not there yet"]),
         ({"model": {"path": "org/name"}}, 0, ["tba run` fetches or makes it", "ok   prompts: "]),
         ({"data": {"path": "nothing.jsonl"}}, 1, [UNREADABLE, "-    tokenizer: there are no prompts to tokenize"]),
-        (
-            {"data": {"path": None, "sets": [OF_THE_HUB]}, "reward": {"tasks": {"mine": JUDGE}}},
-            0,
-            [NO_NETWORK, ELSEWHERE, "; not checked: 3 things"],
-        ),
+        (OFFLINE, 0, [NO_NETWORK, ELSEWHERE, "; not checked: 3 things"]),
     ],
     ids=["warm start", "hub model", "no prompts", "no network"],
 )
@@ -219,11 +199,8 @@ def test_every_fault_is_found_in_one_go(check: Check, tmp_path: Path) -> None:
     code, out = check(model={"path": "nowhere"}, function="graders:smae")
     assert code == 1
     found = failures(out)
-    for sentence in (
-        "the task 'nobody', which no reward scores",
-        "nowhere (model.path)",
-        "module 'graders' has no attribute 'smae'",
-    ):
+    task, function = "the task 'nobody', which no reward scores", "module 'graders' has no attribute 'smae'"
+    for sentence in (task, "nowhere (model.path)", function):
         assert any(sentence in line for line in found), (sentence, out)
     assert f"recipe.json: {len(found)} things would fail" in out
 
@@ -251,13 +228,9 @@ def test_a_scorer_that_does_not_come_up_in_time_is_quoted(check: Check, tmp_path
 def test_a_reward_without_prompts_a_prompt_of_both_splits_and_another_temperature_are_warnings(check, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row | {"text": "1+1="}) for row in rows()))
     tasks = {name: {"scorers": [{"kind": "exact"}]} for name in ("mime", "judged", "mine")}
-    code, out = check(
-        reward={"tasks": tasks},
-        eval={"published": {"tasks": ["judged"]}},
-        model={"path": "nowhere", "policy_temperature": 0.7},
-        objective={"preset": "tb"},
-        searcher={"sampling_temperature": 1.0},
-    )
+    warm = {"model": {"path": "nowhere", "policy_temperature": 0.7}, "searcher": {"sampling_temperature": 1.0}}
+    judged = {"published": {"tasks": ["judged"]}}
+    code, out = check(reward={"tasks": tasks}, eval=judged, objective={"preset": "tb"}, **warm)
     assert code == 1  # for the model alone
     prompts, reward, temperature = (line for line in out.splitlines() if line.startswith("WARN "))
     expected = "WARN prompts: 1 of 1 held-out prompts have the text of a prompt that is trained on"
@@ -294,16 +267,9 @@ sys.exit(main(["config", "check", "recipe.json"]))
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_check_of_prompts_that_are_never_read_ends(check: Check, tmp_path: Path, is_interrupted: bool) -> None:
     (tmp_path / "generator.py").write_text(HANGS)
-    (tmp_path / "recipe.json").write_text(
-        json.dumps(
-            {
-                "run": {"name": "demo"},
-                "model": {"path": "nowhere"},
-                "data": {"generator": "generator:prompts"},
-                "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
-            }
-        )
-    )
+    recipe = {"run": {"name": "demo"}, "model": {"path": "nowhere"}, "data": {"generator": "generator:prompts"}}
+    tasks = {"mine": {"scorers": [{"kind": "exact"}]}}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"reward": {"tasks": tasks}}))
     words = [sys.executable, "-c", CHECK_IT, "3600" if is_interrupted else "4"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:

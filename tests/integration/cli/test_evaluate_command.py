@@ -27,31 +27,18 @@ from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import make_tiny_model
 
 NUM_PROMPTS, NUM_SAMPLES = 12, 3
-PUBLISHED = {
-    "num_samples": NUM_SAMPLES,
-    "tasks": ["addition", "other"],
-    "success_above": {"other": 0.5},
-    "perplexity": True,
-    "references": [
-        {
-            "name": "a paper",
-            "metric": "greedy.addition.success_rate",
-            "value": 0.25,
-            "setting": "7 steps",
-            "source": "p. 3",
-        }
-    ],
-}
+PAPER: dict[str, Any] = {"name": "a paper", "metric": "greedy.addition.success_rate", "value": 0.25}
+PAPER |= {"setting": "7 steps", "source": "p. 3"}
+PUBLISHED: dict[str, Any] = {"num_samples": NUM_SAMPLES, "tasks": ["addition", "other"], "references": [PAPER]}
+PUBLISHED |= {"success_above": {"other": 0.5}, "perplexity": True}
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an ended run `demo` of three versions: 0-0, 1-4 (the best one) and 1-8."""
     folder = tmp_path_factory.mktemp("workplace")
-    models = {
-        text: make_tiny_model(folder / "models" / text, seed, hidden_size=32)
-        for seed, text in enumerate(("0-0", "1-4", "1-8"))
-    }
+    texts = ("0-0", "1-4", "1-8")
+    models = {text: make_tiny_model(folder / "models" / text, seed, hidden_size=32) for seed, text in enumerate(texts)}
     _, _, recipe = published(folder, models)
     document = recipe.model_dump(mode="json")
     document["data"] |= {"num_train": 4, "num_heldout": NUM_PROMPTS}

@@ -126,10 +126,9 @@ def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place)
     assert place.children() == []
     resumed = place.tba(*last_words(died.stderr))
     assert resumed.returncode == 0, resumed.stderr
-    assert place.summary()["steps"] == 6
-    assert place.summary()["lineages"] == 2
-    assert place.summary()["num_starts"] == 2
-    assert place.summary()["ledger_violations"] == []
+    summary = place.summary()
+    assert (summary["steps"], summary["lineages"], summary["num_starts"]) == (6, 2, 2)
+    assert summary["ledger_violations"] == []
 
 
 def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
@@ -179,10 +178,8 @@ def test_changes_of_a_recipe_are_named_and_refused(place):
 def test_nothing_of_an_older_run_is_deleted_when_the_new_one_cannot_start(finished):
     place, _ = finished
     (place.path / "tokens.json").write_text(json.dumps({"operator": "o" * 16, "trainer": "t" * 16}))
-    for name, sentence in {
-        "nowhere.json": "nowhere.json cannot be read",
-        "tokens.json": "no token for the role 'searcher'",
-    }.items():
+    cases = {"nowhere.json": "nowhere.json cannot be read", "tokens.json": "no token for the role 'searcher'"}
+    for name, sentence in cases.items():
         refused = place.refused("--fresh", "--set", f"auth.tokens_file={name}")
         assert sentence in refused.stderr
         assert place.summary()["steps"] == 6
@@ -225,9 +222,8 @@ def test_a_service_that_is_slow_says_why_while_it_is_waited_for(place):
     done = place.run("--set", "local.start_timeout_s=15", FAKE_REWARD="slow")
     assert done.returncode == 2
     assert done.stdout.count("reward is not ready yet: addition: python: it is starting") == 1
-    assert (
-        f"reward was not ready within 15 s (local.start_timeout_s); see {place.folder}/logs/reward.log" in done.stderr
-    )
+    log = place.folder / "logs" / "reward.log"
+    assert f"reward was not ready within 15 s (local.start_timeout_s); see {log}" in done.stderr
 
 
 def test_a_run_outlives_the_reader_of_its_output(place):

@@ -6,25 +6,16 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tba.api import ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
 from tba.tokens import role_token
 from tba_cli.local.processes import MAX_SEARCHER_RESTARTS
-from tests.integration.cli.test_local_real_services import path_with_real_services
+from tests.integration.cli.test_local_real_services import place
 from tests.support.local_workplace import DEADLINE_S, Workplace, wait_until
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    place = Workplace(tmp_path)
-    place.environ["PYTHONPATH"] = path_with_real_services(tmp_path)
-    yield place
-    place.close()
+__all__ = ["place"]
 
 
 def searchers(place: Workplace) -> dict[str, int]:

@@ -35,13 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own") / "model"
     save_chat_model(folder)
     (folder / "code.py").write_text(CODE)
-    for name, changes in (
-        ("config.json", {"model_type": "own", "auto_map": OWN_CLASSES}),
-        (
-            "tokenizer_config.json",
-            {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}},
-        ),
-    ):
+    own_tokenizer = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}}
+    own_model = {"model_type": "own", "auto_map": OWN_CLASSES}
+    for name, changes in (("config.json", own_model), ("tokenizer_config.json", own_tokenizer)):
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(4)]

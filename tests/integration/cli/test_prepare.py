@@ -26,10 +26,6 @@ from tests.support.waits import until
 # ---- `tba data prepare` against a hub on loopback -------------------------------------------------------------------
 
 
-ROOT = Path(__file__).resolve().parents[3]
-HOOK = ROOT / "tests" / "support" / "hidden_packages"
-
-
 def write_dataset(folder: Path) -> None:
     """A data set as the hub stores it: Parquet files by split, and a README with its configuration."""
     import pyarrow
@@ -71,54 +67,19 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     server.close()
 
 
-def prepare(
-    place: Path,
-    hub_url: str,
-    items: list[dict[str, Any]],
-    *,
-    words: tuple[str, ...] = ("data", "prepare"),
-    offline: str = "0",
-    hidden: str = "",
-    **changes: Any,
-) -> tuple[int, str]:
-    """Run the command, or another one, in a folder; returns exit code and output."""
-    part = {
-        "task": "gsm8k",
-        "dataset": "data/gsm8k",
-        "subset": "main",
-        "template": "{question}\n",
-        "data": {"answer": {"column": "answer", "extract": "after", "marker": "####"}},
-    }
-    document = {
-        "run": {"name": "r"},
-        "model": {"path": "models/whole"},
-        "data": {"sets": [{**part, "train": "train", "heldout": "test"}]},
-        "searcher": {"max_prompt_tokens": 96, "max_response_tokens": 16},
-        "prepare": items,
-        **changes,
-    }
+def prepare(place: Path, hub_url: str, items: list[dict[str, Any]]) -> tuple[int, str]:
+    """Run the command in a folder; returns exit code and output."""
+    gold = {"answer": {"column": "answer", "extract": "after", "marker": "####"}}
+    part = {"task": "gsm8k", "dataset": "data/gsm8k", "subset": "main", "template": "{question}\n", "data": gold}
+    document: dict[str, Any] = {"run": {"name": "r"}, "model": {"path": "models/whole"}, "prepare": items}
+    document["data"] = {"sets": [{**part, "train": "train", "heldout": "test"}]}
+    document["searcher"] = {"max_prompt_tokens": 96, "max_response_tokens": 16}
     (place / "recipe.json").write_text(json.dumps(document))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environ |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *SERVICE_PATHS, HOOK))),
-        "HIDDEN_PACKAGES": hidden,
-        "HF_HOME": str(place / "hf"),
-        "HF_ENDPOINT": hub_url,
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_OFFLINE": offline,
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tba_cli.main", *words, "recipe.json"]
-    done = subprocess.run(
-        command,
-        cwd=place,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environ |= {"PYTHONPATH": os.pathsep.join(map(str, SERVICE_PATHS)), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": hub_url}
+    environ |= {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+    command, nothing = [sys.executable, "-m", "tba_cli.main", "data", "prepare", "recipe.json"], subprocess.DEVNULL
+    done = subprocess.run(command, cwd=place, env=environ, stdin=nothing, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 

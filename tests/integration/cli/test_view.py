@@ -22,12 +22,12 @@ from pyarrow import parquet
 from tba.api import AckRequest, BatchRequest, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import ConfigError, ConflictError
-from tba.wire import Heartbeat, encode_rollout
+from tba.wire import encode_rollout
 from tba_cli.local import ended_run
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
-from tests.support.buffer import SERVICE_PATHS, make_prompts, make_rollout, start_stack
+from tests.support.buffer import SERVICE_PATHS, make_heartbeat, make_prompts, make_rollout, start_stack
 from tests.support.waits import DEADLINE_S
 
 REASON = "the trainer died"
@@ -55,10 +55,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         client.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, policy_ages=[0, 0]))
         client.push([encode_rollout(rollouts[4])])
         for kind in ("trainer", "searcher"):
-            beat = Heartbeat(
-                run="test", component_id=f"{kind}-0", kind=kind, state="working", version=None, wait=None, gauges={}
-            )
-            client.heartbeat(beat)
+            client.heartbeat(make_heartbeat(f"{kind}-0", kind, gauges={}))
         # an eviction by age or number, a certificate and tokens of the run must not matter to a view
         document = stack.recipe.model_dump(mode="json")
     finally:
@@ -93,15 +90,9 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @contextmanager
 def viewing(environ: dict[str, str], *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `tba view` and yield it with the address that it prints."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tba_cli.main", "view", "--no-open", "--json", *words],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell starts background commands so
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    command, pipe = [sys.executable, "-m", "tba_cli.main", "view", "--no-open", "--json", *words], subprocess.PIPE
+    ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731 a shell starts background commands so
+    process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True, preexec_fn=ignore)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -16,12 +16,11 @@ from tba.api import LineageRequest, VersionRequest
 from tba.store import FileStore
 from tba.versions import START, PolicyVersion
 from tba.weights import DeltaSettings, LocalVersion, WeightVersions
-from tba.wire import Canary, Heartbeat
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
-from tests.support.buffer import SERVICE_PATHS, make_prompts, make_recipe, start_stack
+from tests.support.buffer import SERVICE_PATHS, make_heartbeat, make_prompts, make_recipe, start_stack
+from tests.support.weight_chain import publish_files
 
-CANARY = Canary(prompt_tokens=[1, 2], response_tokens=[3, 4], logprobs=[-0.5, -1.25], tolerance=1e-3)
 STEPS = (4, 8, 12, 16, 20, 24)
 """0-0, 1-8, 1-16 and 1-24 are stored whole, all but 0-0 as a delta against the one before it."""
 NAMES = ["0-0", *(f"1-{step}" for step in STEPS)]
@@ -35,27 +34,18 @@ class Published:
         self.versions = WeightVersions(self.store, recipe.run.name)
         self.recipe_path = folder / "recipe.json"
         self.recipe_path.write_text(recipe.model_dump_json())
-        for name in ("config.json", "tokenizer.json"):
-            (folder / name).write_text("{}")
+        files = {name: folder / name for name in ("config.json", "tokenizer.json")}
+        for file in files.values():
+            file.write_text("{}")
         tensors = {name: torch.full((100, 40), 1.0, dtype=torch.bfloat16) for name in ("a", "b", "c")}
         base = None
         for version in (START, *(PolicyVersion(1, step) for step in STEPS)):
             tensors["a"][0, :4] += 2**-7  # four elements by an ulp
-            path = folder / str(version) / "model.safetensors"
+            path, parent = folder / str(version) / "model.safetensors", None if base is None else base.version
             path.parent.mkdir()
             save_file(tensors, path)
-            manifest = self.versions.publish(
-                version=version,
-                parent=None if base is None else base.version,
-                dtype="bfloat16",
-                tensors_paths=[path],
-                files={name: folder / name for name in ("config.json", "tokenizer.json")},
-                canary=CANARY,
-                torch_version="2",
-                transformers_version="5",
-                base=base,
-                deltas=DeltaSettings(keyframe_interval=2),
-            )
+            given = {"parent": parent, "base": base, "dtype": "bfloat16", "deltas": DeltaSettings(keyframe_interval=2)}
+            manifest = publish_files(self.versions, version, [path], files, **given)
             base = LocalVersion(version, (path,), manifest)
 
     @property
@@ -143,8 +133,7 @@ def going(tmp_path: Path) -> Iterator[tuple[Published, Any, RunFolder]]:
         lineage = stack.client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
         for version in place.names:
             stack.client.announce_version(VersionRequest(version=version, token=lineage.token))
-        beat = {"run": "test", "state": "generating", "version": "1-4", "wait": None, "gauges": {}}
-        stack.client.heartbeat(Heartbeat(component_id="searcher-0", kind="searcher", **beat))
+        stack.client.heartbeat(make_heartbeat(version="1-4", gauges={}))
         yield place, stack, folder
     finally:
         stack.stop()

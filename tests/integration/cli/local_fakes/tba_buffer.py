@@ -29,45 +29,23 @@ def active() -> list[dict[str, Any]]:
 
 
 def run_info() -> dict[str, Any]:
-    return {
-        "run": RECIPE["run"]["name"],
-        "state": STATE["state"],
-        "state_reason": STATE["reason"],
-        "step": max((entry["step"] for entry in active()), default=0),
-        "lineage": STATE["lineage"],
-        "parents": STATE["parents"],
-        "latest_version": None,
-        "checkpoint": None,
-        "checkpoint_key": None,
-        "components": [],
-        "waits": [],
-        "evals": STATE["evals"],
-    }
+    info = {"run": RECIPE["run"]["name"], "state_reason": STATE["reason"], "components": [], "waits": []}
+    info |= {name: STATE[name] for name in ("state", "lineage", "parents", "evals")}
+    info |= dict.fromkeys(("latest_version", "checkpoint", "checkpoint_key"))
+    return {**info, "step": max((entry["step"] for entry in active()), default=0)}
 
 
 def stats() -> dict[str, Any]:
     trained = 32 * len(active())
     splits = [prompt["split"] for prompt in STATE["prompts"].values()]
-    counts = dict.fromkeys(("num_scored", "num_pending", "num_failed", "num_prompts_seen", "payload_bytes"), 0)
-    maps: dict[str, dict[str, int]] = {name: {} for name in ("pushed", "refused", "evicted", "leases")}
-    return {
-        "run": RECIPE["run"]["name"],
-        "num_rollouts": 2 * trained,
-        "num_prompts_train": splits.count("train"),
-        "num_prompts_heldout": splits.count("heldout"),
-        "log_position": 0,
-        "num_publications": 0,
-        "rollouts_generated": 2 * trained,
-        "rollouts_drawn": trained,
-        "rollouts_trained": trained,
-        "samples_per_insert": 0.5,
-        "slots": {},
-        "realised_most_on_policy": 0.5,
-        "mean_reward_recent": None,
-        "policy_age_histogram": {0: trained, 4: trained},
-        **counts,
-        **maps,
-    }
+    none = ("num_scored", "num_pending", "num_failed", "num_prompts_seen", "payload_bytes", "log_position")
+    found: dict[str, Any] = {**dict.fromkeys((*none, "num_publications"), 0), "run": RECIPE["run"]["name"]}
+    found |= {name: {} for name in ("pushed", "refused", "evicted", "leases", "slots")}
+    found |= {f"num_prompts_{split}": splits.count(split) for split in ("train", "heldout")}
+    found |= dict.fromkeys(("num_rollouts", "rollouts_generated"), 2 * trained)
+    found |= dict.fromkeys(("rollouts_drawn", "rollouts_trained"), trained)
+    found |= {"samples_per_insert": 0.5, "realised_most_on_policy": 0.5, "mean_reward_recent": None}
+    return found | {"policy_age_histogram": {0: trained, 4: trained}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -98,15 +76,8 @@ class Handler(BaseHTTPRequestHandler):
             known = STATE["prompts"]
             new = [prompt for prompt in body["prompts"] if prompt["prompt_id"] not in known]
             known.update({prompt["prompt_id"]: prompt for prompt in new})
-            counts = stats()
-            self.answer(
-                {
-                    "num_new": len(new),
-                    "num_same": len(body["prompts"]) - len(new),
-                    "num_train": counts["num_prompts_train"],
-                    "num_heldout": counts["num_prompts_heldout"],
-                }
-            )
+            stored = {f"num_{split}": stats()[f"num_prompts_{split}"] for split in ("train", "heldout")}
+            self.answer({"num_new": len(new), "num_same": len(body["prompts"]) - len(new), **stored})
         elif self.path == "/v1/run":
             names = {"pause": "paused", "resume": "running", "stop": "stopping", "done": "done", "fail": "failed"}
             STATE.update(state=names[body["command"]], reason=body["reason"])
@@ -116,30 +87,15 @@ class Handler(BaseHTTPRequestHandler):
             STATE["parents"][str(STATE["lineage"] + 1)] = f"{STATE['lineage']}-{step}"
             STATE["lineage"] += 1
             STATE["state"] = "running"
-            STATE["ledger"].append(
-                {
-                    "kind": "resume",
-                    "lineage": STATE["lineage"],
-                    "parent": STATE["parents"][str(STATE["lineage"])],
-                    "trainer_id": "fake",
-                    "resumed_at_s": time.time(),
-                }
-            )
+            begun = {"kind": "resume", "lineage": STATE["lineage"], "parent": STATE["parents"][str(STATE["lineage"])]}
+            STATE["ledger"].append({**begun, "trainer_id": "fake", "resumed_at_s": time.time()})
             self.answer({"lineage": STATE["lineage"], "step": step})
         elif self.path == "/fake/step":
-            STATE["ledger"].append(
-                {
-                    "kind": "batch",
-                    "lineage": STATE["lineage"],
-                    "step": body["step"],
-                    "batch_id": f"batch-{STATE['lineage']}-{body['step']}",
-                    "acked_at_s": time.time(),
-                    "num_rollouts": 32,
-                    "rollout_ids": ["00" * 16] * 32,
-                    "metrics": {"reward_mean": 0.5, "accuracy": 0.25, "policy_age_mean": 2.0, "wait_s": 0.0},
-                    "abandoned": False,
-                }
-            )
+            lineage, step = STATE["lineage"], body["step"]
+            batch = {"kind": "batch", "lineage": lineage, "step": step, "batch_id": f"batch-{lineage}-{step}"}
+            batch |= {"acked_at_s": time.time(), "num_rollouts": 32, "rollout_ids": ["00" * 16] * 32}
+            batch["metrics"] = {"reward_mean": 0.5, "accuracy": 0.25, "policy_age_mean": 2.0, "wait_s": 0.0}
+            STATE["ledger"].append({**batch, "abandoned": False})
             self.answer({})
         elif self.path == "/fake/eval":
             STATE["evals"].append(body)

@@ -26,18 +26,9 @@ def post(path: str, body: dict) -> dict:
 
 
 def evaluate(version: str, accuracy: float) -> None:
-    result = {
-        "eval_id": f"eval-{version}",
-        "version": version,
-        "state": "done",
-        "num_prompts": 8,
-        "num_done": 8,
-        "accuracy": accuracy,
-        "greedy_accuracy": accuracy + 0.1,
-        "created_at_s": time.time(),
-        "finished_at_s": time.time(),
-    }
-    post("/fake/eval", result)
+    result = {"eval_id": f"eval-{version}", "version": version, "state": "done", "num_prompts": 8, "num_done": 8}
+    result |= {"accuracy": accuracy, "greedy_accuracy": accuracy + 0.1}
+    post("/fake/eval", {**result, "created_at_s": time.time(), "finished_at_s": time.time()})
 
 
 def checkpoint(number: int, frame: FrameType | None) -> None:

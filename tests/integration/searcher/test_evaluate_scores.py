@@ -64,9 +64,7 @@ def test_every_answer_gets_its_own_score_under_every_task(server: RewardServer, 
     assert server.asked[0]["finish_reason"] == "length"
 
 
-def test_an_answer_that_a_scorer_raises_for_is_wrong_where_the_scorer_scores_others_of_its_task(
-    server: RewardServer, answers: Answers
-) -> None:
+def test_an_answer_that_a_scorer_raises_for_is_wrong_where_it_scores_others_of_its_task(server, answers) -> None:
     reasons = {"<1>": "exception", "<2>": "too_long", "<3>": "timeout"}
     server.score = lambda item: "exception" if item["task"] == "broken" else reasons.get(item["response"], 1.0)
     found = ask(recipe_for(server, tasks=["addition", "broken"]), answers)
@@ -101,9 +99,7 @@ def test_a_request_that_is_too_large_is_halved(server: RewardServer, answers: An
     assert {score.value for score in ask(recipe_for(server), answers).values()} == {10.0}
 
 
-def test_what_cannot_be_asked_is_an_error_and_no_score(
-    server: RewardServer, answers: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_asked_is_an_error_and_no_score(server: RewardServer, answers: Answers, monkeypatch) -> None:
     monkeypatch.setattr(scores, "RETRY_S", 0.5)
     problem = {"type": "urn:tba:problem:bad-request", "title": "bad", "status": 422, "detail": "no such field"}
     server.refusal = lambda items: (422, problem)

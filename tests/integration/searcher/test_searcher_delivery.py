@@ -18,7 +18,6 @@ from tba_searcher.service import Clients, Searcher
 from tba_searcher.waits import WaitRegistry
 
 from tba.api import (
-    EvalRequest,
     EvalResult,
     EvalResults,
     LeaseReply,
@@ -50,24 +49,17 @@ from tests.support.waits import DEADLINE_S, until
 def make_delivery(folder: Path, recipe: Recipe, buffer: BufferClient | None = None) -> Delivery:
     """One whose tasks do not run: what it has scored stays in its queue."""
     make_tiny_tokenizer().save_pretrained(folder)
-    return Delivery(
-        recipe,
-        buffer=buffer or BufferClient("http://127.0.0.1:1", retry_s=0),
-        reward=RewardClient(recipe.reward_url, retry_s=0),
-        codec=TextCodec(folder),
-        embedder=None,
-        reference=None,
-        status=SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry()),
-    )
+    status = SearcherStatus(searcher_id="s1", run="test", waits=WaitRegistry())
+    clients: dict[str, Any] = {"buffer": buffer or BufferClient("http://127.0.0.1:1", retry_s=0)}
+    clients["reward"] = RewardClient(recipe.reward_url, retry_s=0)
+    return Delivery(recipe, **clients, codec=TextCodec(folder), embedder=None, reference=None, status=status)
 
 
 def scoring_delivery(folder: Path, reward: RewardServer, **section: Any) -> Delivery:
     return make_delivery(folder, make_recipe(reward={"url": reward.url, **section}))
 
 
-async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(
-    tmp_path: Path, serve_buffer: ServeBuffer
-):
+async def test_a_rollout_over_the_body_limit_is_counted_and_the_others_arrive(tmp_path, serve_buffer: ServeBuffer):
     limit_bytes = 64 * 1024
     served = serve_buffer(buffer={"max_body_bytes": limit_bytes})
     client = served.client()
@@ -111,9 +103,7 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
     served = serve_buffer(buffer={"max_body_bytes": 4096}, eval={"num_samples": 128})
     client = served.client()
     client.upload_prompts(make_prompts(1, 3))
-    token = start_lineage(client).token
-    request = EvalRequest(version=str(START), token=token, num_prompts=3)
-    info = client.request_eval(request)
+    info = request_eval(client, start_lineage(client))
     leases = lease(client, 6).leases
     delivery = make_delivery(tmp_path, served.recipe, client)
     status = delivery._status
@@ -131,9 +121,7 @@ async def test_results_of_an_evaluation_over_the_body_limit_are_halved_and_only_
     assert client.get_eval(info.eval_id).num_done == 2
 
 
-async def test_results_of_an_evaluation_that_the_buffer_does_not_know_are_reported_once(
-    tmp_path: Path, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_results_of_an_evaluation_that_nobody_knows_are_reported_once(tmp_path, reward, monkeypatch) -> None:
     delivery, calls = scoring_delivery(tmp_path, reward), []
 
     def unknown(eval_id: str, body: EvalResults) -> None:
@@ -146,9 +134,7 @@ async def test_results_of_an_evaluation_that_the_buffer_does_not_know_are_report
     assert (calls, delivery._status.counts["evals_refused"]) == (["e"], 64)
 
 
-async def test_an_evaluation_counts_the_answers_that_are_why_they_have_no_score(
-    tmp_path: Path, reward: RewardServer
-) -> None:
+async def test_an_evaluation_counts_answers_that_are_why_they_have_no_score(tmp_path, reward: RewardServer) -> None:
     delivery = scoring_delivery(tmp_path, reward)
     reward.score = lambda item: {"r0": 1.0, "r1": "exception", "r2": "too_long", "r3": "timeout"}[item["response"]]
     scores = await delivery._request_scores(score_items(4))
@@ -178,9 +164,7 @@ async def test_what_is_refused_together_is_scored_in_halves(tmp_path: Path, rewa
 
 
 @pytest.mark.parametrize(("kind", "is_sent"), [("python", True), ("exact", False)])
-async def test_a_python_function_gets_the_tokens_of_a_response(
-    tmp_path: Path, reward: RewardServer, kind: str, is_sent: bool
-) -> None:
+async def test_a_python_function_gets_the_tokens_of_a_response(tmp_path, reward, kind: str, is_sent: bool) -> None:
     spec = {"kind": kind, **({"function": "tests.support.trl_rewards:num_tokens"} if kind == "python" else {})}
     delivery = scoring_delivery(tmp_path, reward, tasks={"addition": {"scorers": [spec]}})
     await delivery._score([one_visit(delivery)])
@@ -191,9 +175,7 @@ async def test_a_python_function_gets_the_tokens_of_a_response(
     ("answer", "status", "parts"),
     [(10.0, "scored", {"format": 1.0, "exact": 5.0}), ("timeout", "failed", None), ("unreachable", "pending", None)],
 )
-async def test_a_rollout_carries_the_parts_of_its_reward(
-    tmp_path: Path, reward: RewardServer, answer: Answer, status: str, parts: dict[str, float] | None
-) -> None:
+async def test_a_rollout_carries_the_parts_of_its_reward(tmp_path, reward: RewardServer, answer, status, parts) -> None:
     reward.score, reward.parts = lambda item: answer, {"format": 1.0, "exact": 5.0}
     delivery = scoring_delivery(tmp_path, reward)
     await delivery._score([one_visit(delivery)])
@@ -252,9 +234,7 @@ async def test_scores_are_first_asked_for_alone_after_half_of_the_deadline_of_a_
     assert waited == [expected_s, pytest.approx(0.9 * expected_s)]
 
 
-async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_asked_alone(
-    tmp_path: Path, reward: RewardServer
-) -> None:
+async def test_an_evaluation_whose_request_got_no_answer_because_of_another_is_asked_alone(tmp_path, reward) -> None:
     """As an endpoint does that hangs on one item of a batch: none of the batch has a score."""
     hung = make_prompts(2)[1].text
 
@@ -313,20 +293,9 @@ class HeldBuffer(BufferClient):
         super().return_leases(request)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
-
-
 @pytest.fixture
-def make_world(tmp_path: Path, serve_buffer: ServeBuffer, model: Path) -> Iterator[MakeWorld]:
-    reward = RewardServer()
-
-    def make(**searcher: Any) -> LoopWorld:
-        return start_loop_world(tmp_path, serve_buffer, reward, model, searcher=searcher)
-
-    yield make
-    reward.stop()
+def make_world(tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, model: Path) -> MakeWorld:
+    return lambda **searcher: start_loop_world(tmp_path, serve_buffer, reward, model, searcher=searcher)
 
 
 def held(world: LoopWorld) -> HeldBuffer:
@@ -346,9 +315,7 @@ async def stopped_while_leases_are_granted(world: LoopWorld, buffer: HeldBuffer)
     return task
 
 
-async def test_a_request_waits_at_the_buffer_for_any_lease_while_idle_and_for_a_round_while_busy(
-    make_world: MakeWorld,
-) -> None:
+async def test_a_request_waits_at_the_buffer_for_any_lease_while_idle_and_for_a_round_while_busy(make_world) -> None:
     world = make_world(drain_s=DEADLINE_S, num_slots=16)
     asked: list[LeaseRequest] = []
 
@@ -383,9 +350,7 @@ async def test_leases_that_are_granted_while_it_drains_go_back(make_world: MakeW
     assert stats.leases["returned"] == stats.leases["granted"] == world.status.counts["leases_returned"] > 0
 
 
-async def test_a_drain_waits_for_an_answer_only_so_long_and_the_leases_expire(
-    make_world: MakeWorld, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_drain_waits_for_an_answer_only_so_long_and_the_leases_expire(make_world: MakeWorld, capfd) -> None:
     world = make_world(drain_s=0.5)
     buffer = held(world)
     await (await stopped_while_leases_are_granted(world, buffer))
@@ -419,21 +384,15 @@ async def test_a_return_that_fails_at_the_start_of_a_drain_is_made_again_at_its_
     assert stats.leases["returned"] == stats.leases["granted"] > 0
 
 
-async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_granted(
-    make_world: MakeWorld, tmp_path: Path
-) -> None:
+async def test_a_searcher_that_is_stopped_while_it_starts_returns_what_it_is_granted(make_world, tmp_path) -> None:
     world = make_world()
     document = world.served.recipe.model_dump(mode="json")
     document["store"]["url"] = f"file://{tmp_path / 'store'}"
     document["searcher"]["drain_s"] = DEADLINE_S
     buffer, stop = HeldBuffer(world.served.url), asyncio.Event()
-    searcher = Searcher(
-        parse_recipe(document, where="test"),
-        tmp_path / "searcher",
-        searcher_id="s",
-        clients=Clients(buffer=buffer, heartbeats=world.client, reward=RewardClient("http://127.0.0.1:1", retry_s=0)),
-        stop=stop,
-    )
+    nobody, recipe = RewardClient("http://127.0.0.1:1", retry_s=0), parse_recipe(document, where="test")
+    clients = Clients(buffer=buffer, heartbeats=world.client, reward=nobody)
+    searcher = Searcher(recipe, tmp_path / "searcher", searcher_id="s", clients=clients, stop=stop)
     task = asyncio.create_task(searcher.run())
     await asyncio.to_thread(until, "a lease", buffer.granted.is_set)
     assert world.client.stats().leases["open"] == 1
@@ -456,9 +415,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     world.stop()
 
 
-def test_a_searcher_waits_without_a_model_until_the_run_continues_and_drains_in_the_end(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_searcher_waits_without_a_model_until_the_run_continues_and_drains_in_the_end(world, tmp_path) -> None:
     world.start_reward()
     process = world.start_searcher()
     world.until(lambda: world.client.stats().num_scored >= 8, "scored rollouts")

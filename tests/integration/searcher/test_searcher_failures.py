@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tba_searcher import loop
@@ -30,23 +30,14 @@ from tests.support.leases import lease, request_eval
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_loop import LoopWorld, start_loop_world
 from tests.support.searcher_world import publish_version
-from tests.support.tiny_model import make_tiny_model
 from tests.support.waits import until
 
 MakeWorld = Callable[..., LoopWorld]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), tied=True)
-
-
 @pytest.fixture
 def make_world(tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, model: Path) -> MakeWorld:
-    def make(**options: Any) -> LoopWorld:
-        return start_loop_world(tmp_path, serve_buffer, reward, model, **options)
-
-    return make
+    return partial(start_loop_world, tmp_path, serve_buffer, reward, model)
 
 
 class Crashing(EmbeddedEngine):
@@ -96,9 +87,7 @@ async def test_a_request_that_the_engine_cannot_honour_refuses_its_prompt_and_no
     assert stats.leases["open"] == 0
 
 
-async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
-    make_world: MakeWorld, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(make_world, reward, monkeypatch) -> None:
     """Rollouts are pushed unscored, for the buffer's own scorer; an evaluation is returned, not reported as unknown."""
     monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
     monkeypatch.setattr(delivery, "SCORE_RETRY_S", 60.0)
@@ -118,17 +107,14 @@ async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(
     assert lease(world.client, 64).leases
 
 
-async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_lost(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_lost(make_world, monkeypatch) -> None:
     limit_bytes = 20_000
     monkeypatch.setattr(loop, "MAX_UNPUSHED_ROLLOUTS", 16)
     monkeypatch.setattr(delivery, "RETRY_S", 0.3)
     world = make_world(buffer={"MAX_INFLIGHT_BYTES": limit_bytes})
     host, port = world.served.url.removeprefix("http://").split(":")
-    with socket.create_connection(
-        (host, int(port))
-    ) as sock:  # another client's push that takes all the room and never ends
+    # another client's push that takes all the room and never ends
+    with socket.create_connection((host, int(port))) as sock:
         head = f"POST /v1/rollouts HTTP/1.1\r\nhost: localhost\r\ncontent-length: {limit_bytes}\r\n\r\n."
         sock.sendall(head.encode())
         task = asyncio.create_task(world.loop.run())
@@ -150,9 +136,7 @@ async def test_a_busy_buffer_is_waited_out_under_its_own_name_and_no_rollout_is_
     assert stats.leases["open"] == 0
 
 
-async def test_an_announced_version_that_is_not_in_the_store_is_a_wait_with_a_name(
-    make_world: MakeWorld, tmp_path: Path, model: Path
-) -> None:
+async def test_an_announced_version_that_is_not_in_the_store_is_a_wait_with_a_name(make_world, tmp_path, model) -> None:
     world, version = make_world(), PolicyVersion(1, 4)
     task = asyncio.create_task(world.loop.run())
 
@@ -185,9 +169,7 @@ class FailsOnce(EmbeddedEngine):
         super().verify(manifest)
 
 
-async def test_a_version_whose_check_failed_is_retried_and_nothing_dies(
-    make_world: MakeWorld, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_version_whose_check_failed_is_retried_and_all_go_on(make_world, tmp_path, model, monkeypatch) -> None:
     monkeypatch.setattr(version_pulls, "FIRST_RETRY_S", 0.5)
     world, version = make_world(engine_class=FailsOnce), PolicyVersion(1, 4)
     task = asyncio.create_task(world.loop.run())
@@ -200,9 +182,7 @@ async def test_a_version_whose_check_failed_is_retried_and_nothing_dies(
     assert world.status.state == "ended"
 
 
-async def test_a_reference_whose_check_failed_is_retried_and_nothing_dies(
-    make_world: MakeWorld, reward: RewardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reference_whose_check_failed_is_retried_too(make_world, reward, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(version_pulls, "FIRST_RETRY_S", 0.5)
     world, tries = make_world(objective={"reference_placement": "searcher"}), list[str]()
 
@@ -215,13 +195,9 @@ async def test_a_reference_whose_check_failed_is_retried_and_nothing_dies(
     monkeypatch.setattr(reference_logprobs, "check_loaded", fails_once)
     document = world.served.recipe.model_dump(mode="json")
     document["store"]["url"] = f"file://{tmp_path / 'store'}"
-    searcher = Searcher(
-        parse_recipe(document, where="test"),
-        tmp_path / "searcher",
-        searcher_id="s",
-        clients=Clients(buffer=world.served.client(), heartbeats=world.client, reward=RewardClient(reward.url)),
-        stop=world.stop,
-    )
+    clients = Clients(buffer=world.served.client(), heartbeats=world.client, reward=RewardClient(reward.url))
+    recipe = parse_recipe(document, where="test")
+    searcher = Searcher(recipe, tmp_path / "searcher", searcher_id="s", clients=clients, stop=world.stop)
     task = asyncio.create_task(searcher.run())
     await asyncio.to_thread(until, "scored rollouts", lambda: task.done() or world.client.stats().num_scored)
     world.stop.set()
@@ -229,9 +205,7 @@ async def test_a_reference_whose_check_failed_is_retried_and_nothing_dies(
     assert (tries, searcher.status.counts["refused_versions"]) == (["0-0", "0-0"], 1)
 
 
-async def test_a_canary_beyond_the_vocabulary_is_refused_before_it_runs(
-    make_world: MakeWorld, tmp_path: Path, model: Path
-) -> None:
+async def test_a_canary_beyond_the_vocabulary_is_refused_before_it_runs(make_world: MakeWorld, tmp_path: Path) -> None:
     world = make_world()
     manifest = WeightVersions(FileStore(tmp_path / "store"), world.status.run).manifest(START)
     spoilt = manifest.canary.model_copy(update={"response_tokens": [7, 8, 9, world.engine.vocab_size]})

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tba.api import BatchRequest, EvalRequest, LeaseReply, LeaseRequest, Prompt, RunCommand
-from tba.clients import BufferClient
+from tba.api import EvalInfo, Prompt, RunCommand
 from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
+from tests.support.leases import draw, lease, request_eval
 from tests.support.listeners import listening_ports
 from tests.support.searcher_world import TIMEOUT_S, World, publish_version, sigterm, start_world
+from tests.support.tiny_encoder import make_tiny_encoder
 from tests.support.tiny_model import make_tiny_model
 
 V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
@@ -47,20 +48,9 @@ def make_world(tmp_path: Path, models: list[Path]) -> Iterator[Callable[..., Wor
         world.stop()
 
 
-def draw(world: World, step: int = 1) -> list[Rollout]:
-    request = BatchRequest(
-        trainer_id="t", lineage=world.lineage.lineage, step=step, token=world.lineage.token, wait_s=20
-    )
-    return [rollout for group in world.client.draw_batch(request).groups for rollout in group.rollouts]
-
-
-def request_eval(world: World, version: PolicyVersion, *, num_prompts: int) -> str:
-    request = EvalRequest(version=str(version), token=world.lineage.token, num_prompts=num_prompts)
-    return world.client.request_eval(request).eval_id
-
-
-def lease_one(client: BufferClient) -> LeaseReply:
-    return client.lease(LeaseRequest(searcher_id="searcher-2", max_leases=1))
+def drawn(world: World) -> list[Rollout]:
+    batch = draw(world.client, world.lineage, wait_s=20)
+    return [rollout for group in batch.groups for rollout in group.rollouts]
 
 
 def assert_trainer_agrees(rollouts: list[Rollout], folder: Path) -> None:
@@ -81,7 +71,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     world.until(lambda: world.client.stats().num_scored >= 64, "64 scored rollouts")
     assert listening_ports(reward.pid) == [world.recipe.reward.port]
     assert listening_ports(process.pid) == [], "a searcher listens on nothing"
-    rollouts = draw(world)
+    rollouts = drawn(world)
     assert len(rollouts) == 16
     assert {rollout.searcher_id for rollout in rollouts} == {"searcher-1"}
     assert {rollout.sampling.temperature for rollout in rollouts} == {0.8}
@@ -91,7 +81,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     world.announce(V1)
     world.until(lambda: (s := world.searcher()) and s.version == str(V1), "the swap to 1-4")
 
-    eval_id = request_eval(world, START, num_prompts=4)
+    eval_id = request_eval(world.client, world.lineage, num_prompts=4).eval_id
     info = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
     assert info.num_unknown == 0
     assert info.accuracy is not None
@@ -103,7 +93,7 @@ def test_versions_are_pulled_in_flight_evaluations_pin_one_and_a_drain_leaves_no
     assert info.version == str(V1)
     assert "canary log-probs are off by 0.1" in world.log()
     before = world.client.stats()
-    eval_id = request_eval(world, V2, num_prompts=4)
+    eval_id = request_eval(world.client, world.lineage, str(V2), 4).eval_id
     world.until(lambda: world.client.stats().num_rollouts > before.num_rollouts + 32, "rollouts of the version it has")
     assert world.client.get_eval(eval_id).num_done == 0
     num_returned = world.client.stats().leases["returned"] - before.leases["returned"]
@@ -139,7 +129,7 @@ def test_a_missing_reward_service_a_restarting_buffer_and_a_clock_hours_off_are_
     stats = world.client.stats()
     assert stats.pushed["refused"] == 0
     assert stats.leases["expired"] == 0
-    assert {round((time.time() - rollout.finished_at_s) / 3600) for rollout in draw(world)} == {5}
+    assert {round((time.time() - rollout.finished_at_s) / 3600) for rollout in drawn(world)} == {5}
     world.client.command("done", RunCommand(token=world.lineage.token))
     assert process.wait(timeout=TIMEOUT_S) == 0
 
@@ -157,7 +147,7 @@ def test_more_rollouts_per_visit_than_per_group_each_with_its_own_temperature_up
     world.start_reward()
     process = world.start_searcher(change=AHEAD)
     world.until(lambda: world.client.stats().num_scored >= 80, "80 scored rollouts")
-    rollouts = draw(world)
+    rollouts = drawn(world)
     temperatures = [rollout.sampling.temperature for rollout in rollouts]
     assert len({rollout.rollout_id for rollout in rollouts}) == len(set(temperatures)) == 16
     assert 0.5 <= min(temperatures) < max(temperatures) < 1.5
@@ -188,7 +178,7 @@ def test_prompts_that_are_too_long_are_refused_counted_and_never_cut(make_world)
     assert stats.num_prompts_seen == 1
     assert stats.leases["refused"] >= 40
     assert world.log().count("prompt refused") == 40
-    eval_id = request_eval(world, START, num_prompts=1)
+    eval_id = request_eval(world.client, world.lineage, num_prompts=1).eval_id
     done = world.until(lambda: (i := world.client.get_eval(eval_id)).state == "done" and i, "the evaluation")
     assert done.num_unknown == 3
     assert done.accuracy is None
@@ -206,7 +196,7 @@ def test_visits_that_take_longer_than_their_lease_are_not_given_to_others(make_w
     process.kill()
     process.wait()
     client = world.client
-    world.until(lambda: lease_one(client) and client.stats().leases["expired"] > 0, "the leases of a dead searcher")
+    world.until(lambda: lease(client, 1) and client.stats().leases["expired"] > 0, "the leases of a dead searcher")
 
 
 @pytest.mark.nightly
@@ -238,3 +228,35 @@ def test_a_drain_does_not_wait_for_a_step_that_does_not_come_back(make_world):
     assert world.client.stats().leases["open"] > 0
     assert sigterm(process) == 0
     assert world.client.stats().leases["open"] == 0
+
+
+# ---- Evaluations: what it measures of each version reaches the buffer, and the best is kept --------------------------
+
+
+def evaluate(world: World, version: PolicyVersion) -> EvalInfo:
+    info = request_eval(world.client, world.lineage, str(version), 4)
+    world.until(lambda: world.client.get_eval(info.eval_id).state == "done", f"the evaluation of {version}")
+    return world.client.get_eval(info.eval_id)
+
+
+def test_a_searcher_measures_success_and_diversity_of_exactly_the_pinned_version(make_world, models, tmp_path):
+    section = {"num_samples": 6, "num_prompts": 4, "success_reward": 0.0, "pass_at": [2], "best_metric": "pass@2"}
+    section["embedding_model"] = str(make_tiny_encoder(tmp_path / "encoder"))
+    world: World = make_world(num_heldout=4, eval=section)
+    world.start_reward()
+    world.start_searcher()
+    start = evaluate(world, START)
+    other = PolicyVersion(1, 1)
+    publish_version(world.versions, models[1], other, parent=START)
+    world.announce(other)
+    after = evaluate(world, other)
+    best = world.client.run().best
+    for info in (start, after):
+        assert (info.accuracy, info.pass_at, info.num_unknown) == (1.0, {2: 1.0}, 0)
+        assert info.distinct_1 is not None
+        assert info.distinct_3 is not None
+        assert 0 < info.distinct_1 < info.distinct_3 <= 1
+        assert info.embedding_distance is not None
+        assert 1e-3 < info.embedding_distance < 2
+    assert best is not None
+    assert (best.version, best.metric, best.value) == ("1-1", "pass@2", 1.0)  # of equal ones the newest

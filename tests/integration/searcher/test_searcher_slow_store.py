@@ -38,7 +38,7 @@ async def test_the_version_before_is_used_under_a_named_wait_until_the_store_is_
             hasty = open_store(section.model_copy(update={"endpoint_url": proxy.url}), timeout_s=1.2)
             world = start_loop_world(tmp_path, serve_buffer, reward, model, store=hasty, start_store=patient)
             versions = WeightVersions(patient, world.status.run)
-            task = asyncio.create_task(world.loop.run())
+            task, counts = asyncio.create_task(world.loop.run()), world.status.counts
 
             def waits() -> bool:
                 wait = world.status.waits.current()
@@ -51,10 +51,8 @@ async def test_the_version_before_is_used_under_a_named_wait_until_the_store_is_
                 proxy.faults, proxy.TRICKLE_S = list[int | str | None]([fault] * 10_000), 30.0
                 world.client.announce_version(VersionRequest(version=str(version), token=world.lineage.token))
                 await asyncio.to_thread(until, f"the wait ({fault})", waits)
-                num_made = world.status.counts["rollouts_generated"]
-                await asyncio.to_thread(
-                    until, "rollouts", lambda num=num_made: world.status.counts["rollouts_generated"] > num
-                )
+                num_made = counts["rollouts_generated"]
+                await asyncio.to_thread(until, "rollouts", lambda num=num_made: counts["rollouts_generated"] > num)
                 assert world.engine.version == before
                 assert proxy.counts[fault] > num_seen
                 proxy.faults, proxy.TRICKLE_S = [], 0.0

@@ -134,12 +134,8 @@ def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder
     assert (easy.value, easy.num_prompts, easy.num_completions) == (pytest.approx(2 / 3), 2, 6)
     assert easy.stderr == pytest.approx(1 / 3)
     # the prompt that was refused is unknown in its group too
-    assert (hard.value, hard.num_prompts, hard.low, hard.high) == (
-        pytest.approx(1 / 3),
-        1,
-        pytest.approx(1 / 6),
-        pytest.approx(2 / 3),
-    )
+    assert (hard.value, hard.num_prompts) == (pytest.approx(1 / 3), 1)
+    assert (hard.low, hard.high) == (pytest.approx(1 / 6), pytest.approx(2 / 3))
     assert found["sampled.exact.success_rate"].value == pytest.approx((1 / 3 + 1 / 3 + 1) / 3)
 
 
@@ -156,9 +152,7 @@ def test_limits_of_a_task_hold_in_evaluations_too(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def test_both_perplexities_are_what_their_definitions_say(
-    folder: Path, recipe: Recipe, answers: Answers, tmp_path: Path
-) -> None:
+def test_both_perplexities_are_what_their_definitions_say(folder, recipe, answers: Answers, tmp_path: Path) -> None:
     start = make_tiny_model(tmp_path / "start", 6, hidden_size=32)
     measure_likelihoods(recipe, start, answers, on_progress=lambda text: None)
     auto: Any = AutoModelForCausalLM

@@ -24,14 +24,7 @@ from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.chi_square import assert_follows
-from tests.support.engine_contract import (
-    MAX_PROMPT_TOKENS,
-    V1,
-    make_request,
-    make_requests,
-    run_all,
-    tokens_of,
-)
+from tests.support.engine_contract import MAX_PROMPT_TOKENS, V1, make_request, make_requests, run_all, tokens_of
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
 
@@ -39,18 +32,14 @@ from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenize
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool, int], Path]:
     root = tmp_path_factory.mktemp("models")
-    return {
-        ("llama", tied, seed): make_tiny_model(root / f"{tied}-{seed}", seed, tied=tied)
-        for tied in (False, True)
-        for seed in (0, 1)
-    }
+    cases = [(tied, seed) for tied in (False, True) for seed in (0, 1)]
+    return {("llama", tied, seed): make_tiny_model(root / f"{tied}-{seed}", seed, tied=tied) for tied, seed in cases}
 
 
-def make_engine(folder: Path, *, num_slots: int = 8, seed: int = 1, max_response_tokens: int = 40) -> EmbeddedEngine:
-    settings = EngineSettings(
-        num_slots=num_slots, max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=max_response_tokens, seed=seed
-    )
-    return EmbeddedEngine(folder, START, settings)
+def make_engine(folder: Path, **sizes: Any) -> EmbeddedEngine:
+    usual: dict[str, Any] = {"num_slots": 8, "seed": 1, "max_response_tokens": 40}
+    usual["max_prompt_tokens"] = MAX_PROMPT_TOKENS
+    return EmbeddedEngine(folder, START, EngineSettings(**{**usual, **sizes}))
 
 
 def hf_model(folder: Path) -> Any:
@@ -168,21 +157,13 @@ def test_only_ids_that_plain_text_gives_must_be_in_the_model() -> None:
 
 # ---- What is decoded exactly ----------------------------------------------------------------------------------------
 
-SHARED: dict[str, Any] = {
-    "vocab_size": 33,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-}
+SHARED: dict[str, Any] = {"vocab_size": 33, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SHARED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SHARED |= {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": EOS_ID}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+# slots of different lengths share a step, and its local layers count from the longest
+GPT_NEO = {"num_layers": 2, "num_heads": 4, "num_key_value_heads": 4, "window_size": 8}
+GPT_NEO |= {"attention_types": [[["global", "local"], 1]]}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 RIGHT = {
     "mistral": {"sliding_window": 8},
@@ -199,17 +180,7 @@ REFUSED = {
         r"longrope.* \(now 43\) within 16",
     ),
     "recurrent_gemma": ({"attention_window_size": 8, "lru_width": 32, "num_hidden_layers": 3}, "does not decode"),
-    "gpt_neo": (
-        # slots of different lengths share a step, and its local layers count from the longest
-        {
-            "num_layers": 2,
-            "num_heads": 4,
-            "num_key_value_heads": 4,
-            "window_size": 8,
-            "attention_types": [[["global", "local"], 1]],
-        },
-        "does not decode this GPTNeoForCausalLM exactly",
-    ),
+    "gpt_neo": (GPT_NEO, "does not decode this GPTNeoForCausalLM exactly"),
     "deepseek_v3": (
         {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
         "with its key-value cache the model fails",
@@ -223,9 +194,7 @@ def architecture_engine(folder: Path, kind: str, changes: dict[str, Any]) -> Emb
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SHARED, **changes})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return EmbeddedEngine(
-        folder, START, EngineSettings(num_slots=4, max_prompt_tokens=27, max_response_tokens=16, seed=1)
-    )
+    return make_engine(folder, num_slots=4, max_prompt_tokens=27, max_response_tokens=16)
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -269,9 +238,8 @@ def test_the_check_of_decoding_is_short_and_goes_past_each_window_that_the_confi
 
 def test_the_check_of_decoding_makes_no_longer_pass(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, real = [], EmbeddedEngine._logprobs
-    monkeypatch.setattr(
-        EmbeddedEngine, "_logprobs", lambda self, ids, at: lengths.append(len(ids)) or real(self, ids, at)
-    )
+    noting = lambda self, ids, at: lengths.append(len(ids)) or real(self, ids, at)  # noqa: E731
+    monkeypatch.setattr(EmbeddedEngine, "_logprobs", noting)
     make_engine(folders["llama", False, 0], max_response_tokens=400)
     assert 64 <= max(lengths) <= 128
 

@@ -61,19 +61,10 @@ class ScriptedEngine:
 
     num_active, num_waiting = 1, 0
 
-    def __init__(
-        self,
-        *,
-        cannot_load: Sequence[PolicyVersion] = (),
-        cannot_verify: bool = False,
-        fails: dict[PolicyVersion, Exception] | None = None,
-    ) -> None:
-        self.proceed = threading.Event()
-        self.loaded: list[PolicyVersion] = []
-        self.is_closed = False
-        self._cannot_load, self._cannot_verify = cannot_load, cannot_verify
-        self._fails = fails or {}
-        """The error of the check of a version."""
+    def __init__(self, **broken: Any) -> None:
+        """`cannot_load`: versions; `cannot_verify`: is no version the right one; `fails`: the error of its check."""
+        self.proceed, self.loaded, self.is_closed = threading.Event(), list[PolicyVersion](), False
+        self._broken = {"cannot_load": [], "cannot_verify": False, "fails": {}, **broken}
 
     def step(self) -> list[Completion]:
         self.proceed.wait()
@@ -81,22 +72,20 @@ class ScriptedEngine:
 
     def load_weights(self, paths: Sequence[Path], version: PolicyVersion) -> None:
         self.loaded.append(version)
-        if version in self._cannot_load:
+        if version in self._broken["cannot_load"]:
             raise EngineError(f"no room for {version}")
 
     def verify(self, manifest: Any) -> None:
-        if self._cannot_verify:
+        if self._broken["cannot_verify"]:
             raise DigestError("wrong digest")
-        if self.loaded[-1] in self._fails:
-            raise self._fails[self.loaded[-1]]
+        if self.loaded[-1] in self._broken["fails"]:
+            raise self._broken["fails"][self.loaded[-1]]
 
     def close(self) -> None:
         self.is_closed = True
 
 
-async def test_a_step_that_never_comes_back_has_a_name_and_ends_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_step_that_never_comes_back_has_a_name_and_ends_at_its_deadline(monkeypatch) -> None:
     monkeypatch.setattr(engine_thread, "LONG_STEP_S", 0.02)
     waits, engine = WaitRegistry(), ScriptedEngine()
     thread = EngineThread(waits, timeout_s=0.4)
@@ -141,9 +130,7 @@ async def test_a_closed_engine_is_closed_in_its_own_thread_after_the_step_in_pro
         ({"cannot_load": [START], "cannot_verify": True}, None, "wrong digest.*0-0 cannot be loaded", [V1, START]),
     ],
 )  # fmt: skip
-def test_weights_that_cannot_be_used_give_way_to_the_old_ones_or_else_the_engine_is_dead(
-    broken: dict[str, Any], refused: str | None, died: str | None, loaded: list[PolicyVersion]
-) -> None:
+def test_weights_of_no_use_give_way_to_the_old_ones_or_else_the_engine_is_dead(broken, refused, died, loaded) -> None:
     engine = ScriptedEngine(**broken)
     engine.proceed.set()
     engine.num_active = 0
@@ -278,10 +265,8 @@ class RecordedBuffer:
 
 def make_leases(buffer: Any, queue: WorkQueue, *delivering: str) -> tuple[LeaseManager, SearcherStatus]:
     status = SearcherStatus(searcher_id="s", run="r", waits=WaitRegistry())
-    leases = LeaseManager(
-        buffer=buffer, renewals=buffer, queue=queue, delivering=lambda: set(delivering), status=status
-    )
-    return leases, status
+    made = LeaseManager(buffer=buffer, renewals=buffer, queue=queue, delivering=lambda: set(delivering), status=status)
+    return made, status
 
 
 def make_queue(*names: str) -> WorkQueue:
@@ -330,9 +315,7 @@ async def test_many_leases_go_in_portions_and_no_lease_means_no_request() -> Non
     ("num_slots", "samples_per_insert", "num_visits"),
     [(64, None, 16), (64, 1.0, 4), (64, 4.0, 1), (8, 1.0, 2), (2, None, 1)],
 )
-def test_a_round_is_what_slots_and_flow_control_can_give(
-    num_slots: int, samples_per_insert: float | None, num_visits: int
-) -> None:
+def test_a_round_is_what_slots_and_flow_control_can_give(num_slots, samples_per_insert, num_visits) -> None:
     """A request for more than a batch makes room for would always wait to its end."""
     sampling = {"samples_per_insert": samples_per_insert, "prompts_per_batch": 4, "group_size": 4}
     recipe = make_recipe(searcher={"num_slots": num_slots}, sampling={**sampling, "rollouts_per_visit": 4})
@@ -364,9 +347,8 @@ async def test_a_task_that_is_cancelled_in_the_moment_its_pause_ends_is_cancelle
 async def test_a_call_that_takes_long_is_a_wait_with_a_name(monkeypatch) -> None:
     monkeypatch.setattr("tba_searcher.waits.SLOW_CALL_S", 0.01)
     waits, answer = WaitRegistry(), threading.Event()
-    call = asyncio.create_task(
-        retry_until(lambda: answer.wait(60), waits=waits, owner="leasing", service="buffer", deadline_s=30.0)
-    )
+    asked = retry_until(lambda: answer.wait(60), waits=waits, owner="leasing", service="buffer", deadline_s=30.0)
+    call = asyncio.create_task(asked)
     wait = await asyncio.to_thread(until, "the wait", waits.current)
     assert wait is not None
     assert wait.name == "buffer-unreachable"

@@ -89,9 +89,7 @@ def only(at: str, status: int, document: Any) -> Any:
         (no_ids, "token_ids"),
     ],
 )
-def test_a_server_that_cannot_be_an_engine_is_refused(
-    build: Build, server: FakeServer, change: Any, words: str
-) -> None:
+def test_a_server_that_can_be_no_engine_is_refused(build: Build, server: FakeServer, change: Any, words: str) -> None:
     server.change = change
     with pytest.raises(ConfigError, match=words):
         build()
@@ -128,9 +126,7 @@ def test_equally_likely_tokens_do_not_look_like_other_log_probs(build: Build, se
 
 def test_copies_of_the_model_in_one_server_are_refused(build: Build, server: FakeServer) -> None:
     sizes = iter([4, 2])
-    server.change = lambda path, body, answer: (
-        (200, {"world_size": next(sizes)}) if path == "/get_world_size" else answer
-    )
+    server.change = lambda path, _, answer: (200, {"world_size": next(sizes)}) if path == "/get_world_size" else answer
     with pytest.raises(ConfigError, match="2 copies"):
         build()
 
@@ -225,9 +221,7 @@ def test_a_server_that_has_started_again_gets_no_other_weights(build: Build, mod
         engine.load_weights(files, PolicyVersion(1, 1))
 
 
-def test_a_server_that_hangs_is_noticed_before_its_calls_time_out(
-    build: Build, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_hangs_is_noticed_before_calls_time_out(build: Build, server: FakeServer, monkeypatch) -> None:
     monkeypatch.setattr(openai_engine, "CHECK_EVERY_S", 0.1)
     monkeypatch.setattr(vllm_server, "CONTROL_TIMEOUT_S", 0.5)
     engine = build()
@@ -268,9 +262,7 @@ def minus_infinity(path: str, body: dict[str, Any], answer: Answer) -> Answer:
         (only("/weight_info", 500, {"error": {"message": "EngineCore died"}}), "EngineCore died"),
     ],
 )
-def test_a_server_that_fails_for_good_ends_the_engine_by_name(
-    build: Build, server: FakeServer, change: Any, words: str
-) -> None:
+def test_a_server_that_fails_for_good_ends_the_engine_by_name(build, server: FakeServer, change, words: str) -> None:
     engine = build()
     server.change = change
     engine.submit(REQUEST)
@@ -278,9 +270,7 @@ def test_a_server_that_fails_for_good_ends_the_engine_by_name(
         list(finish(engine))
 
 
-def test_only_a_folder_that_was_named_is_open_to_other_users(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_folder_that_was_named_is_open_to_other_users(build: Build, tmp_path: Path, monkeypatch) -> None:
     for name in ("own", "named"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))

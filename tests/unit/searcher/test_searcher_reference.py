@@ -23,7 +23,7 @@ from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, WeightVersions, params_sha256_of_files
 from tba.wire import Rollout
 from tests.support.searcher_world import publish_version
-from tests.support.tiny_model import Architecture, make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe, make_rollout
 
 TEMPERATURE = 0.7
@@ -31,10 +31,8 @@ TEMPERATURE = 0.7
 
 def rollouts_of_many_lengths() -> list[Rollout]:
     rng = np.random.default_rng(5)
-    return [
-        make_rollout(rng, num_prompt_tokens=int(rng.integers(1, 9)), num_response_tokens=int(rng.integers(1, 30)))
-        for _ in range(24)
-    ]
+    sizes = [(int(rng.integers(1, 9)), int(rng.integers(1, 30))) for _ in range(24)]
+    return [make_rollout(rng, num_prompt_tokens=prompt, num_response_tokens=answer) for prompt, answer in sizes]
 
 
 def trainer_sums(folder: Path, rollouts: list[Rollout]) -> list[float]:
@@ -50,9 +48,7 @@ def searcher_sums(model: StartingModel, rollouts: list[Rollout]) -> list[float]:
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("gpt_neox", False)])
-def test_the_sums_are_those_of_the_trainers_reference(
-    tmp_path: Path, architecture: Architecture, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sums_are_those_of_the_trainers_reference(tmp_path: Path, architecture, tied: bool, monkeypatch) -> None:
     folder = make_tiny_model(tmp_path, architecture=architecture, tied=tied)
     rollouts = rollouts_of_many_lengths()
     expected = trainer_sums(folder, rollouts)
@@ -114,9 +110,7 @@ def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(t
 
 
 @pytest.mark.parametrize("is_adapter", [True, False])
-def test_a_searcher_that_holds_the_starting_model_reads_it_from_there(
-    tmp_path: Path, is_adapter: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_searcher_that_holds_the_starting_model_reads_it_from_there(tmp_path, is_adapter: bool, monkeypatch) -> None:
     """A version that is an adapter came with 0-0 beside it: to download that again costs the size of the model."""
     document = make_recipe(tmp_path).model_dump(mode="json")
     document["objective"]["reference_placement"] = "searcher"

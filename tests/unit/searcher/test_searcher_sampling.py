@@ -56,9 +56,7 @@ def options(*, top_k: int = 7, top_p: float = 1.0, banned: tuple[int, ...] = (),
         ({"top_p": 1e-6}, [0]),
     ],
 )
-def test_draws_follow_the_restricted_distribution_and_so_do_their_logprobs(
-    asked: dict[str, Any], allowed: list[int]
-) -> None:
+def test_draws_follow_the_restricted_distribution_and_so_do_their_logprobs(asked: dict, allowed: list) -> None:
     temperature = 0.9
     probs = np.zeros(7)
     probs[allowed] = np.exp(LOGITS.double().numpy()[allowed] / temperature)

@@ -65,12 +65,7 @@ def make_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def request(name: str, *, max_response_tokens: int = 1000, **values: Any) -> Request:
-    settings: dict[str, Any] = {
-        "prompt_tokens": (1, 2),
-        "sampling": Sampling.of(1.0),
-        "eos_ids": (EOS,),
-        **values,
-    }
+    settings: dict[str, Any] = {"prompt_tokens": (1, 2), "sampling": Sampling.of(1.0), "eos_ids": (EOS,), **values}
     return Request(request_id=name, max_response_tokens=max_response_tokens, **settings)
 
 
@@ -114,11 +109,8 @@ def test_limits_end_a_response_and_end_of_sequence_is_its_last_token_alone(make_
     engine.submit(request("whole", max_response_tokens=30))
     engine.submit(request("longer", min_response_tokens=40))
     by_id = {completion.request_id: completion for completion in finish(engine)}
-    assert {name: (c.finish_reason, len(c.response_tokens)) for name, c in by_id.items()} == {
-        "cut": ("length", 29),
-        "whole": ("stop", 30),
-        "longer": ("stop", 40),
-    }
+    ends = {name: (c.finish_reason, len(c.response_tokens)) for name, c in by_id.items()}
+    assert ends == {"cut": ("length", 29), "whole": ("stop", 30), "longer": ("stop", 40)}
     for completion in by_id.values():
         at = np.flatnonzero(completion.response_tokens == EOS).tolist()
         assert at == ([] if completion.finish_reason == "length" else [len(completion.response_tokens) - 1])
@@ -144,10 +136,7 @@ def test_new_weights_begin_a_span_in_every_row(make_engine, folder) -> None:
     engine.load_weights([folder / "model.safetensors"], V1)  # no token between: no span of its own
     [completion] = finish(engine)
     assert clock.now_s == pytest.approx(10 / simulated.TOKENS_PER_S)
-    assert completion.version_spans == (
-        VersionSpan.of(START, 0, 4),
-        VersionSpan.of(V1, 4, 10),
-    )
+    assert completion.version_spans == (VersionSpan.of(START, 0, 4), VersionSpan.of(V1, 4, 10))
 
 
 def test_files_that_are_not_what_was_published_are_refused(make_engine, folder) -> None:
@@ -201,14 +190,8 @@ def test_prompts_and_responses_have_about_four_characters_a_token(make_engine, f
 
 
 def test_a_searcher_without_a_model_imports_no_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={"PYTHONPATH": ":".join(map(str, SERVICE_PATHS))},
-    )
+    words, environ = [sys.executable, "-c", IMPORTS], {"PYTHONPATH": ":".join(map(str, SERVICE_PATHS))}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr
 
 

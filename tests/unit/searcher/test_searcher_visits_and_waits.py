@@ -16,7 +16,6 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from tba_searcher import service
-from tba_searcher.engines.engine import Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.batch import Batch
 from tba_searcher.generation import version_pulls
@@ -34,7 +33,6 @@ from tba.errors import (
     BusyError,
     ConfigError,
     ConflictError,
-    ServiceError,
     TbaError,
     UnauthorizedError,
     UnavailableError,
@@ -45,18 +43,9 @@ from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.buffer import make_recipe
 from tests.support.chi_square import assert_follows
+from tests.support.engine_contract import make_request
 from tests.support.tiny_model import make_tiny_tokenizer
 from tests.support.visits import make_completion, make_visit
-
-
-def make_request(name: str, **changes: object) -> Request:
-    values = {
-        "prompt_tokens": (5, 6),
-        "sampling": Sampling.of(1.0),
-        "max_response_tokens": 4,
-        "eos_ids": (1,),
-    }
-    return Request(request_id=name, **{**values, **changes})  # pyright: ignore[reportArgumentType]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 7))), max_size=12))
@@ -66,7 +55,7 @@ def test_closing_holes_keeps_every_live_request_and_leaves_no_gap(events):
     for num_new, removed in events:
         for _ in range(min(num_new, 8 - batch.num_active)):
             name, count = str(count), count + 1
-            batch.add(make_request(name, prompt_tokens=(count, count + 1)), START)
+            batch.add(make_request(name, (count, count + 1), Sampling.of(1.0)), START)
             live[name] = (count, count + 1)
         for slot in removed:
             if slot < batch.num_used and (active := batch.requests[slot]) is not None:
@@ -208,12 +197,8 @@ def test_each_task_has_its_own_lengths_and_stops_in_training_and_in_evaluations(
         queue.add(visit)
     requests = queue.take_requests(9, pinned=None) + queue.take_requests(9, pinned=START)
     found = {
-        request.request_id.partition("/")[0]: (
-            request.max_response_tokens,
-            request.min_response_tokens,
-            request.sampling.stop,
-        )
-        for request in requests
+        each.request_id.partition("/")[0]: (each.max_response_tokens, each.min_response_tokens, each.sampling.stop)
+        for each in requests
     }
     assert found == {"a": (9, 2, ("\n", "Q:")), "b": (9, 2, ("\n", "Q:")), "c": (9, 0, ())}
 
@@ -258,21 +243,18 @@ def test_a_device_that_is_not_there_is_one_sentence(device: str):
         check_device(device)
 
 
-def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an_operator_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_asked(tmp_path, monkeypatch) -> None:
     now_s, version = 1000.0, PolicyVersion(1, 4)
     monkeypatch.setattr(version_pulls.time, "monotonic", lambda: now_s)
     file = tmp_path / "model.safetensors"
-    manifest: Any = None
-    versions: Any = None
+    nothing: Any = None
     counts = Counter[str]()
-    loader = WeightLoader(versions, tmp_path, counts=counts)
+    loader = WeightLoader(nothing, tmp_path, counts=counts)
     reason = TbaError("damaged")
 
     def pull() -> None:
         file.write_bytes(b"weights")
-        loader.add(LocalVersion(version, (file,), manifest))
+        loader.add(LocalVersion(version, (file,), nothing))
 
     pauses = []
     for _ in range(7):
@@ -288,7 +270,7 @@ def test_a_refused_version_is_tried_again_after_a_pause_that_doubles_and_when_an
     assert loader.refuse(version, reason) == 600.0
     loader.accept(version)
     assert loader.refuse(version, reason) == 30.0
-    assert WeightLoader(versions, tmp_path, refusals=loader.refusals).refused == {version}
+    assert WeightLoader(nothing, tmp_path, refusals=loader.refusals).refused == {version}
     assert counts == {"refused_versions": 9}
 
 
@@ -315,9 +297,7 @@ class Versions:
         return LocalVersion(version, (path,), manifest)
 
 
-def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_the_starting_model_at_most(
-    tmp_path: Path,
-) -> None:
+def test_a_download_starts_from_what_is_kept_and_a_refused_version_from_the_starting_model_at_most(tmp_path) -> None:
     versions = Versions()
     loader = WeightLoader(cast(Any, versions), tmp_path)
     first, second, third = (PolicyVersion(1, step) for step in (1, 2, 3))
@@ -361,9 +341,7 @@ def test_one_starting_model_is_kept_for_adapters_and_one_that_does_not_fit_is_re
 
 
 @pytest.mark.parametrize("kind", [BadRequestError, BusyError, ConflictError, UnauthorizedError])
-async def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(
-    kind: type[ServiceError],
-) -> None:
+async def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_is_taken(kind: type) -> None:
     status, away = SearcherStatus(searcher_id="s", run="demo", waits=WaitRegistry()), UnavailableError("no connection")
     client = Mock(heartbeat=Mock(side_effect=[away, kind("a trainer"), kind("a trainer"), away, None, kind("again")]))
     with structlog.testing.capture_logs() as lines:
@@ -372,9 +350,7 @@ async def test_a_heartbeat_that_is_refused_is_a_line_of_the_log_once_until_one_i
     assert [line["detail"] for line in lines if line["event"] == "heartbeat_refused"] == ["a trainer", "again"]
 
 
-async def test_a_searcher_waits_longer_for_the_first_answer_of_the_buffer_than_for_later_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_searcher_waits_longer_for_the_first_answer_than_for_later_ones(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.001)
     away = UnavailableError("no connection")
     here = LeaseReply(leases=[], latest_version=None, run_state="running")

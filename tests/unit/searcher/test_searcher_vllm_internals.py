@@ -1,22 +1,30 @@
-"""vLLM's private interfaces stand in one file; which releases are taken, and what they get. No vLLM here."""
+"""What tba does with vLLM, without vLLM: its private interfaces, its releases, the canary, and the end of a rank."""
 
 from __future__ import annotations
 
 import ast
+import multiprocessing
+import multiprocessing.connection
+import os
 import re
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tba_searcher.engines.engine import EngineError, spans_of
+from tba_searcher.engines.engine import EngineDiedError, EngineError, spans_of
 from tba_searcher.engines.vllm import engine as vllm_engine
 from tba_searcher.engines.vllm import internals
+from tba_searcher.engines.vllm.engine import VllmEngine
+from tba_searcher.engines.vllm.workers import Workers
 
 from tba.config.searcher import VLLM_RELEASES, SearcherVllmSection, check_vllm_release
 from tba.errors import ConfigError
@@ -26,12 +34,8 @@ from tba.wire import VersionSpan
 ROOT = Path(__file__).parents[3]
 ADAPTER = "services/searcher/tba_searcher/engines/vllm/internals.py"
 PUBLIC = {"vllm", "vllm.sampling_params"}
-FILES = sorted(
-    path
-    for folder in ("tba", "tba_cli", "services")
-    for path in (ROOT / folder).rglob("*.py")
-    if "build" not in path.parts
-)
+SOURCES = (path for folder in ("tba", "tba_cli", "services") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path for path in SOURCES if "build" not in path.parts)
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
@@ -85,17 +89,13 @@ def test_eight_bits_reach_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(vllm_engine, "start_engine", lambda arguments, **_: asked.update(arguments))
     monkeypatch.setattr(vllm_engine, "keep_transformers_unchanged", lambda **_: nullcontext())
     section = SearcherVllmSection(quantization="fp8_per_block")
-    settings = vllm_engine.VllmSettings(
-        num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section
-    )
-    vllm_engine._build(tmp_path, settings, on_cpu=True)
+    asking = vllm_engine.VllmSettings(num_slots=2, max_prompt_tokens=8, max_response_tokens=8, seed=0, section=section)
+    vllm_engine._build(tmp_path, asking, on_cpu=True)
     assert asked["quantization"] == "fp8_per_block"
 
 
 @pytest.mark.parametrize(("num_ranks", "is_alone"), [(1, False), (2, True)])
-def test_ranks_ask_no_other_rank_for_the_scales_of_eight_bits(
-    num_ranks: int, is_alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_ask_no_other_rank_for_the_scales_of_eight_bits(num_ranks: int, is_alone: bool, monkeypatch) -> None:
     fp8: Any = ModuleType("vllm.model_executor.layers.quantization.online.fp8")
     fp8.amax_for_tp_weight_quant = fp8.amax_for_moe_weight_quant = lambda amax, ranks: "of all ranks"
     package = ModuleType("vllm.model_executor.layers.quantization.online")
@@ -122,9 +122,7 @@ V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
     ],
     ids=["one", "before the first token", "two at once", "refused and undone", "after the last token"],
 )
-def test_spans_say_which_version_made_which_tokens(
-    versions: list[tuple[PolicyVersion, int]], expected: list[tuple[PolicyVersion, int, int]]
-) -> None:
+def test_spans_say_which_version_made_which_tokens(versions: list, expected: list) -> None:
     spans = tuple(VersionSpan.of(version, start, end) for version, start, end in expected)
     assert spans_of(versions, 9) == spans
 
@@ -145,11 +143,9 @@ def test_weights_that_are_never_staged_are_given_up(monkeypatch: pytest.MonkeyPa
     assert set(calls[1:]) == {"tba_is_staged"}
 
 
-def output_of(vllm_id: str, token: int, logprob: float | None, *, finish_reason: str | None = None) -> Any:
+def output_of(name: str, token: int, logprob: float | None, *, finish_reason: str | None = None) -> Any:
     logprobs = None if logprob is None else SimpleNamespace(logprobs=np.array([[logprob, -9.0]], np.float32))
-    return SimpleNamespace(
-        request_id=vllm_id, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason
-    )
+    return SimpleNamespace(request_id=name, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason)
 
 
 def test_vllm_processes_no_token_that_nothing_needs() -> None:
@@ -168,12 +164,128 @@ def test_vllm_processes_no_token_that_nothing_needs() -> None:
         [output_of("plain", 6, -2.5, finish_reason="length"), output_of("stops", 7, None)],
     ):
         assert processor.process_outputs(outputs, 1.0, weight_version="w") == "1.0 w"
-    assert seen == [
-        [("stops", 5, True), ("gone", 5, False), ("canary", 5, False)],
-        [("plain", 6, True), ("stops", 7, True)],
-    ]
-    assert [(each.tokens, each.logprobs) for each in (plain, stops, gone)] == [
-        ([5, 6], [-1.5, -2.5]),
-        ([5, 7], [-1.5]),
-        ([], []),
-    ]
+    assert seen[0] == [("stops", 5, True), ("gone", 5, False), ("canary", 5, False)]
+    assert seen[1:] == [[("plain", 6, True), ("stops", 7, True)]]
+    found = [(each.tokens, each.logprobs) for each in (plain, stops, gone)]
+    assert found == [([5, 6], [-1.5, -2.5]), ([5, 7], [-1.5]), ([], [])]
+
+
+# ---- The canary in steps: it ends, with log-probs or an error, and leaves no request behind --------------------------
+
+
+PROMPT, RESPONSE = (5, 6, 7), (8, 9)
+ANSWER = [None, {6: -1.0}, {7: -2.0}, {8: -3.0}, {9: -4.0}]
+
+
+class Vllm:
+    """In place of vLLM: it answers with the step `answers_at`, or never. Its scheduler has no other requests."""
+
+    def __init__(self, answers_at: int | None) -> None:
+        self.answers_at, self.num_steps, self.requests = answers_at, 0, dict[str, Any]()
+        core = SimpleNamespace(scheduler=SimpleNamespace(waiting=[]))
+        self.engine_core = SimpleNamespace(engine_core=core)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        assert reset_running_requests
+
+    def add_request(self, request_id: str, tokens: Any, _params: Any) -> None:
+        assert request_id not in self.requests, "vLLM refuses a second request of this name"
+        self.requests[request_id] = tokens
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for each in request_ids:
+            del self.requests[each]
+
+    def step(self) -> list[Any]:
+        self.num_steps += 1
+        if self.num_steps != self.answers_at:
+            return [SimpleNamespace(finished=False)]
+        self.requests.clear()
+        return [SimpleNamespace(finished=True, prompt_logprobs=[each and as_logprobs(each) for each in ANSWER])]
+
+
+def as_logprobs(position: dict[int, float]) -> dict[int, Any]:
+    return {token: SimpleNamespace(logprob=value) for token, value in position.items()}
+
+
+def engine_of(vllm: Vllm) -> VllmEngine:
+    engine = object.__new__(VllmEngine)
+    engine._workers = engine._llm = vllm  # type: ignore[assignment]
+    return engine
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {name: ModuleType(name) for name in ("vllm", "vllm.inputs", "vllm.inputs.engine")}
+    modules["vllm"].SamplingParams = dict  # type: ignore[attr-defined]
+    modules["vllm.inputs.engine"].tokens_input = lambda tokens: tokens  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("no_vllm")
+@pytest.mark.parametrize("answers_at", [1, len(PROMPT) + len(RESPONSE)])
+def test_a_canary_may_take_a_step_for_each_of_its_tokens(answers_at: int) -> None:
+    vllm = Vllm(answers_at)
+    np.testing.assert_array_equal(engine_of(vllm).canary_logprobs(PROMPT, RESPONSE), np.array([-3, -4], np.float32))
+    assert vllm.num_steps == answers_at
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_a_canary_that_is_not_computed_by_then_ends_with_an_error_and_the_next_one_can_be_asked() -> None:
+    vllm = Vllm(None)
+    engine = engine_of(vllm)
+    with pytest.raises(EngineDiedError, match="vLLM does not compute the canary of 5 tokens"):
+        engine.canary_logprobs(PROMPT, RESPONSE)
+    assert vllm.num_steps == 5
+    assert not vllm.requests
+    vllm.answers_at = 7
+    assert engine.canary_logprobs(PROMPT, RESPONSE).tolist() == [-3, -4]
+
+
+# ---- The end of one of vLLM's processes: who notices it, and what is said --------------------------------------------
+
+
+class CancelledEngine:
+    """Stand in for vLLM's engine once a rank is gone: it says no more than "cancelled"."""
+
+    def __init__(self, ranks: list[BaseProcess]) -> None:
+        executor = SimpleNamespace(workers=[SimpleNamespace(proc=rank) for rank in ranks])
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor), shutdown=lambda: None)
+
+    def step(self) -> list[Any]:
+        raise RuntimeError("cancelled")
+
+
+def test_the_exit_code_is_known_where_another_thread_collects_it() -> None:
+    """vLLM's own thread may collect the exit code, and note it only after ours asked for it."""
+    context = multiprocessing.get_context("spawn")
+    ranks: list[BaseProcess] = [context.Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    popen: Any = ranks[1]._popen  # pyright: ignore[reportAttributeAccessIssue]
+    asked = threading.Event()
+
+    def poll(flag: int = os.WNOHANG) -> int | None:
+        """Answer as `Popen.poll` does while another thread is between `waitpid` and its note of the code."""
+        if popen.returncode is None and not popen.sentinel_is_open():
+            asked.set()
+        return popen.returncode
+
+    def collect() -> None:
+        os.waitpid(popen.pid, 0)
+        assert asked.wait(30)
+        popen.returncode = -9
+
+    popen.sentinel_is_open = lambda: not multiprocessing.connection.wait([popen.sentinel], 0)
+    popen.poll = poll
+    collector = threading.Thread(target=collect)
+    collector.start()
+    workers = Workers(CancelledEngine(ranks))
+    ranks[1].kill()
+    collector.join(30)
+    with pytest.raises(EngineDiedError, match="decoding: rank 1 of 2 ended with SIGKILL; RuntimeError: cancelled"):
+        workers.step()
+    workers.close()
+    for rank in ranks:
+        rank.join(30)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from tba.tokens import TokensFile
 from tests.support.buffer import make_prompts, make_recipe
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, StartService, set_constant
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, StartService, without_constants
 from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
@@ -26,23 +27,24 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
 
 
 @pytest.fixture
+def raw(redis: RedisProcess) -> Iterator[Redis]:
+    """A client of that Redis."""
+    with Redis.from_url(redis.url) as client:
+        yield client
+
+
+@pytest.fixture
 def serve_buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeBuffer]:
     """Call it with recipe sections to serve a buffer over an empty Redis; again to serve one more over the same.
 
     A name in capitals in the section of the buffer is a constant of the service.
     """
-    from redis import Redis as Client
-
-    with Client.from_url(redis.url) as client:
+    with Redis.from_url(redis.url) as client:
         client.flushall()
     started: list[BufferThread] = []
 
     def serve(*, tokens: dict[str, str] | TokensFile | None = None, **sections: Any) -> BufferThread:
-        section = sections.get("buffer", {})
-        for name in filter(str.isupper, section):
-            set_constant(monkeypatch, name, section[name])
-        usual = {name: value for name, value in section.items() if not name.isupper()}
-        sections["buffer"] = {"redis_url": redis.url, **usual}
+        sections["buffer"] = {"redis_url": redis.url, **without_constants(monkeypatch, sections.get("buffer", {}))}
         started.append(BufferThread(make_recipe(**sections), tokens))
         return started[-1]
 
@@ -52,15 +54,18 @@ def serve_buffer(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.fixture
-async def start_service(redis: RedisProcess) -> AsyncIterator[StartService]:
-    """Call it with recipe sections to start a buffer without HTTP over an empty Redis; again for one more over it."""
+async def start_service(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartService]:
+    """Call it with recipe sections to start a buffer without HTTP over an empty Redis; again for one more over it.
+
+    A name in capitals in the section of the buffer is a constant of the service.
+    """
     from prometheus_client import CollectorRegistry
     from tba_buffer.service import Buffer
 
     started: list[Buffer] = []
 
     async def start(*, num_prompts: int = 4, clock: Callable[[], float] = time.time, **sections: Any) -> Buffer:
-        sections["buffer"] = {"redis_url": redis.url, **sections.get("buffer", {})}
+        sections["buffer"] = {"redis_url": redis.url, **without_constants(monkeypatch, sections.get("buffer", {}))}
         buffer = Buffer(make_recipe(**sections), CollectorRegistry(), clock=clock)
         if not started:
             await buffer.context.redis.flushall()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 from tba_buffer.service import Buffer
@@ -17,7 +18,7 @@ from tba.api import LineageReply
 from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.tokens import TokensFile
-from tests.support.buffer import begin_run
+from tests.support.buffer import begin_run, make_prompts
 from tests.support.waits import DEADLINE_S
 
 _served: dict[str, BufferThread] = {}
@@ -62,6 +63,12 @@ class BufferThread:
         """Begin a run as `begin_run` does."""
         client = self.client()
         return client, begin_run(client, num_train, num_heldout, per_prompt=per_prompt)
+
+    def with_prompts(self, num_train: int, num_heldout: int = 0) -> BufferClient:
+        """A client that has uploaded so many prompts."""
+        client = self.client()
+        client.upload_prompts(make_prompts(num_train, num_heldout))
+        return client
 
     def hold_little(self) -> None:
         """Shrink the socket's send buffer, so that the system holds little data that a client has not read."""
@@ -109,6 +116,13 @@ def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> N
     assert holders, f"no module of the buffer has a constant {name}"
     for module in holders:
         monkeypatch.setattr(module, name, value)
+
+
+def without_constants(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any]) -> dict[str, Any]:
+    """Change the constants that stand among settings of the buffer; return the settings."""
+    for name in filter(str.isupper, section):
+        set_constant(monkeypatch, name, section[name])
+    return {name: value for name, value in section.items() if not name.isupper()}
 
 
 ServeBuffer = Callable[..., BufferThread]

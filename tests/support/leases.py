@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tba.api import (
     AckRequest,
     BatchRequest,
@@ -15,6 +17,7 @@ from tba.api import (
     LineageReply,
 )
 from tba.clients import BufferClient
+from tba.errors import BusyError
 from tba.wire import Batch, encode_rollout
 from tests.support.buffer import make_rollout
 
@@ -40,6 +43,13 @@ def request_eval(client: BufferClient, lineage: LineageReply, version: str = "0-
 def draw(client: BufferClient, lineage: LineageReply, step: int = 1, wait_s: float = 0.0) -> Batch:
     request = {"lineage": lineage.lineage, "step": step, "token": lineage.token, "wait_s": wait_s}
     return client.draw_batch(BatchRequest(trainer_id="t", **request))
+
+
+def wait_of(client: BufferClient, lineage: LineageReply, step: int = 1, wait_s: float = 0.0) -> str:
+    """What the draw of a step waits for."""
+    with pytest.raises(BusyError) as caught:
+        draw(client, lineage, step, wait_s)
+    return caught.value.wait
 
 
 def make_step(client: BufferClient, lineage: LineageReply, step: int = 1, **fields: Any) -> Batch:

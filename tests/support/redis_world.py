@@ -23,8 +23,7 @@ class RedisWorld:
         self.client.upload_prompts(make_prompts(4))
         self.token = start_lineage(self.client).token
         self.acknowledged: list[bytes] = []
-        for _ in range(num_pushes):
-            self.push()
+        self.push(num_pushes)
 
     @property
     def buffer(self) -> BufferThread:
@@ -38,11 +37,12 @@ class RedisWorld:
         self.buffers.append(BufferThread(self.recipe))
         self.client = self.buffer.client()
 
-    def push(self) -> None:
-        """Push once and note the rollouts as acknowledged; an error is raised, without a retry."""
-        payloads = make_payloads(["train-0"])
-        assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
-        self.acknowledged += payloads
+    def push(self, num: int = 1) -> None:
+        """Push `num` times, and note the rollouts as acknowledged; an error is raised, without a retry."""
+        for _ in range(num):
+            payloads = make_payloads(["train-0"])
+            assert {outcome.outcome for outcome in self.client.push(payloads).outcomes} == {"new"}
+            self.acknowledged += payloads
 
     def why_refused(self) -> str | None:
         """Push once; return why the push is refused, or None if it is acknowledged."""

@@ -6,24 +6,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from tba_buffer.prompts.leases import MAX_HELD
 
-from tba.api import (
-    EvalRequest,
-    LeaseReply,
-    LeaseRequest,
-    LeaseReturn,
-    LineageReply,
-    RunCommand,
-    VersionRequest,
-)
+from tba.api import EvalRequest, LeaseReply, LeaseRequest, LeaseReturn, LineageReply, RunCommand, VersionRequest
 from tba.clients import BufferClient
 from tba.versions import PolicyVersion
 from tba.wire import encode_rollout
-from tests.support.buffer import begin_run, make_rollout, start_lineage
+from tests.support.buffer import make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import draw, fulfil, lease, request_eval
 from tests.support.metrics import values
@@ -36,19 +29,18 @@ WAIT_S = 20.0
 
 
 def hold(buffer: BufferThread, *, searcher_id: str = "s2", min_leases: int = 1, wait_s: float = WAIT_S) -> LeaseReply:
-    request = LeaseRequest(
-        searcher_id=searcher_id, max_leases=8, min_leases=min_leases, wait_s=wait_s, known_version="0-0"
-    )
-    return buffer.client().lease(request)
+    wanted: Any = {"max_leases": 8, "min_leases": min_leases, "wait_s": wait_s, "known_version": "0-0"}
+    return buffer.client().lease(LeaseRequest(searcher_id=searcher_id, **wanted))
 
 
-def fill(client: BufferClient) -> LineageReply:
+def full(serve_buffer: ServeBuffer, **sections: Any) -> tuple[BufferThread, BufferClient, LineageReply]:
     """Begin a run, and use up its room: four visits, which are fulfilled."""
-    lineage = begin_run(client, 40, 4)
+    buffer = serve_buffer(sampling=FLOW, **sections)
+    client, lineage = buffer.begin(40, 4)
     for item in lease(client, 20).leases:
         fulfil(client, item)
     assert lease(client).wait == "trainer-ahead"
-    return lineage
+    return buffer, client, lineage
 
 
 def until_held(buffer: BufferThread, num_requests: int) -> None:
@@ -71,16 +63,14 @@ def answer_after(buffer: BufferThread, act: Callable[[], object], **changes) -> 
 
 
 def test_a_held_request_waits_for_as_many_visits_as_it_asks_for(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     draw(client, lineage, 1)
     assert len(answer_after(buffer, lambda: draw(client, lineage, 2), min_leases=4).leases) == 4
 
 
 def test_held_requests_share_the_room_of_a_draw(serve_buffer: ServeBuffer) -> None:
     """Each asks for eight visits. Without sharing the first one gets both, and the other waits for the next draw."""
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(hold, buffer, searcher_id=name) for name in ("s2", "s3")]
         until_held(buffer, 2)
@@ -93,8 +83,7 @@ def test_held_requests_share_the_room_of_a_draw(serve_buffer: ServeBuffer) -> No
 
 def test_a_held_request_that_wants_a_round_gets_no_less(serve_buffer: ServeBuffer) -> None:
     """One round is decoded together, so a share is not below it: the others wait for the next room."""
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(hold, buffer, searcher_id=name, min_leases=2) for name in ("s2", "s3")]
         until_held(buffer, 2)
@@ -108,8 +97,7 @@ def test_a_held_request_that_wants_a_round_gets_no_less(serve_buffer: ServeBuffe
 
 def test_a_held_request_has_all_where_the_rest_is_too_little_for_the_others(serve_buffer: ServeBuffer) -> None:
     """Two visits: one each would leave one that nobody takes."""
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     with ThreadPoolExecutor(2) as pool:
         small = pool.submit(hold, buffer, searcher_id="s2")
         until_held(buffer, 1)
@@ -126,8 +114,7 @@ def test_a_held_request_has_all_where_the_rest_is_too_little_for_the_others(serv
 
 
 def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     draw(client, lineage, 1)
     begin = time.monotonic()
     assert len(hold(buffer, min_leases=4, wait_s=0.5).leases) == 2
@@ -136,13 +123,9 @@ def test_a_held_request_gets_what_there_is_when_its_time_is_over(serve_buffer: S
     assert (reply.leases, reply.wait, reply.retry_after_s) == ([], "trainer-ahead", 0.0)
 
 
-ENDS = {"done": "done", "fail": "failed"}
-
-
-@pytest.mark.parametrize("act", ["a version", "an evaluation", *ENDS])
+@pytest.mark.parametrize("act", ["a version", "an evaluation", "done", "fail"])
 def test_a_held_request_is_answered_at_once_by(serve_buffer: ServeBuffer, act) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     if act == "a version":
         version = VersionRequest(version="1-0", token=lineage.token)
         reply = answer_after(buffer, lambda: client.announce_version(version))
@@ -152,21 +135,19 @@ def test_a_held_request_is_answered_at_once_by(serve_buffer: ServeBuffer, act) -
         assert {item.kind for item in reply.leases} in ({"sample"}, {"greedy"}, {"sample", "greedy"})
     else:
         reply = answer_after(buffer, lambda: client.command(act, RunCommand(token=lineage.token, reason="test")))
-        assert reply.run_state == ENDS[act]
+        assert reply.run_state == {"done": "done", "fail": "failed"}[act]
 
 
 def test_a_held_request_gets_what_another_searcher_returns(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer(sampling=FLOW)
-    client = buffer.client()
-    begin_run(client, 40)
+    client, _ = buffer.begin(40)
     held = [item.lease_id for item in lease(client, 20).leases]
     back = LeaseReturn(searcher_id="s1", lease_ids=held[:1])
     assert len(answer_after(buffer, lambda: client.return_leases(back)).leases) == 1
 
 
 def test_a_paused_run_holds_requests_until_it_goes_on(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     draw(client, lineage, 1)
     client.command("pause", RunCommand())
     assert len(answer_after(buffer, lambda: client.command("resume", RunCommand())).leases) == 2
@@ -174,8 +155,7 @@ def test_a_paused_run_holds_requests_until_it_goes_on(serve_buffer: ServeBuffer)
 
 def test_many_requests_at_once_hold_no_more_places_than_there_are(serve_buffer: ServeBuffer) -> None:
     """So hundreds of searchers that wait cost the buffer no more than those that are held."""
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     with ThreadPoolExecutor(3 * MAX_HELD) as pool:
         asked = [pool.submit(hold, buffer, searcher_id=f"s{i}") for i in range(3 * MAX_HELD)]
         until("the rest is answered", lambda: sum(answer.done() for answer in asked) >= 2 * MAX_HELD, deadline_s=15)
@@ -190,11 +170,9 @@ def test_many_requests_at_once_hold_no_more_places_than_there_are(serve_buffer: 
 def test_leases_of_a_dead_searcher_expire_where_they_fill_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
     """Else the trainer would wait for rollouts, and every searcher for the trainer, for ever."""
     buffer = serve_buffer(sampling=FLOW, buffer={"lease_s": 1.0})
-    client = buffer.client()
-    begin_run(client, 40)
+    client, _ = buffer.begin(40)
     held = {item.visit_id for item in lease(client, 20).leases}
-    deadline = time.monotonic() + WAIT_S
-    found = set[str]()
+    deadline, found = time.monotonic() + WAIT_S, set[str]()
     while found != held and time.monotonic() < deadline:
         found |= {item.visit_id for item in hold(buffer, wait_s=wait_s).leases}
         time.sleep(0.1)
@@ -203,8 +181,7 @@ def test_leases_of_a_dead_searcher_expire_where_they_fill_the_room(serve_buffer:
 
 @pytest.mark.parametrize("state", ["running", "stopping"])
 def test_units_of_a_dead_searcher_expire_where_there_is_no_room(serve_buffer: ServeBuffer, state: str) -> None:
-    buffer = serve_buffer(sampling=FLOW, buffer={"lease_s": 1.0})
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer, buffer={"lease_s": 1.0})
     request_eval(client, lineage)
     units = {item.visit_id for item in lease(client, 20).leases}
     assert units
@@ -218,9 +195,7 @@ def test_units_of_a_dead_searcher_expire_where_there_is_no_room(serve_buffer: Se
 
 @pytest.mark.parametrize("wait_s", [0.0, 2.0])
 def test_a_repeated_request_gets_the_leases_that_took_all_the_room(serve_buffer: ServeBuffer, wait_s: float) -> None:
-    buffer = serve_buffer(sampling=FLOW)
-    client = buffer.client()
-    begin_run(client, 40)
+    client, _ = serve_buffer(sampling=FLOW).begin(40)
     request = LeaseRequest(searcher_id="s1", max_leases=20, min_leases=2, wait_s=wait_s, known_version="0-0")
     first = client.lease(request)
     assert len(first.leases) == 4
@@ -230,8 +205,7 @@ def test_a_repeated_request_gets_the_leases_that_took_all_the_room(serve_buffer:
 
 def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None:
     """Nobody would work on its leases until they expire, and the whole run would wait for that."""
-    buffer = serve_buffer(sampling=FLOW)
-    lineage = fill(client := buffer.client())
+    buffer, client, lineage = full(serve_buffer)
     connection = HTTPConnection(urlsplit(buffer.url).netloc, timeout=WAIT_S)
     request = LeaseRequest(searcher_id="gone", max_leases=8, wait_s=WAIT_S, known_version="0-0")
     connection.request("POST", "/v1/leases", request.model_dump_json(), {"content-type": "application/json"})
@@ -242,11 +216,10 @@ def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None
     assert len(hold(buffer).leases) == 2
 
 
-def test_with_a_lag_searchers_are_told_of_an_older_version_and_evaluations_are_of_the_newest(
+def test_with_a_lag_searchers_hear_of_an_older_version_and_evaluations_of_the_newest(
     serve_buffer: ServeBuffer,
 ) -> None:
-    client = serve_buffer(sampling={"lag_steps": 3}, trainer={"sync_interval": 2}).client()
-    lineage = begin_run(client, 20, 3)
+    client, lineage = serve_buffer(sampling={"lag_steps": 3}, trainer={"sync_interval": 2}).begin(20, 3)
 
     def told_after(step: int) -> str | None:
         client.announce_version(VersionRequest(version=f"{lineage.lineage}-{step}", token=lineage.token))

@@ -164,17 +164,13 @@ def test_a_damaged_key_is_named_or_in_nobodys_way(world: World, name: str, damag
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=["junk", "json"])
 @pytest.mark.parametrize(("name", "field"), ONE_BY_ONE)
-def test_a_damaged_field_of_what_says_how_the_run_stands_is_named(
-    world: World, name: str, field: str, damage: bytes
-) -> None:
+def test_a_damaged_field_of_how_the_run_stands_is_named(world: World, name: str, field: str, damage: bytes) -> None:
     world.damage(name, field, damage)
     check_answers(world, name, field)
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b"", None])
-def test_what_a_trainer_announces_is_refused_with_the_name_of_the_damaged_lineage(
-    world: World, damage: bytes | None
-) -> None:
+def test_what_a_trainer_announces_is_refused_naming_the_damaged_lineage(world: World, damage: bytes | None) -> None:
     token, version = world.lineage.token, f"{world.lineage.lineage}-1"
     world.store.hdel(KEYS.run, "lineage")
     if damage is not None:
@@ -192,37 +188,35 @@ def test_what_a_trainer_announces_is_refused_with_the_name_of_the_damaged_lineag
     [("counters", name) for name in DECISIVE["counters"]] + [("run", name) for name in NEEDED_FOR_LEASES],
 )
 def test_what_leases_cannot_do_without_makes_the_service_not_ready_until_it_is_restored(
-    serve_buffer: ServeBuffer, redis: RedisProcess, key: str, field: str
+    serve_buffer: ServeBuffer, raw: Redis, key: str, field: str
 ) -> None:
     url, name = serve_buffer().url, getattr(KEYS, key)
-    with Redis.from_url(redis.url) as store:
-        whole: Any = store.hget(name, field)
-        store.hset(name, field, b"\xff")
-        until("not ready, by name", lambda: (reply := ask(url, "/readyz"))[0] == 503 and field.encode() in reply[1])
-        if whole is None:
-            store.hdel(name, field)
-        else:
-            store.hset(name, field, whole)
+    whole: Any = raw.hget(name, field)
+    raw.hset(name, field, b"\xff")
+    until("not ready, by name", lambda: (reply := ask(url, "/readyz"))[0] == 503 and field.encode() in reply[1])
+    if whole is None:
+        raw.hdel(name, field)
+    else:
+        raw.hset(name, field, whole)
     until("ready", lambda: ask(url, "/readyz")[0] == 200)
 
 
-def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+def test_a_damaged_lineage_lets_no_rollout_look_too_old(serve_buffer: ServeBuffer, raw: Redis) -> None:
     server = serve_buffer(buffer={"max_policy_age_steps": 10})
     client = server.client()
     first = begin_run(client, 4).lineage
-    with Redis.from_url(redis.url) as store:
-        store.hset(KEYS.run, mapping={"step": 100, "checkpoint": f"{first}-100"})
-        second = client.new_lineage(LineageRequest(trainer_id="t", parent=f"{first}-100")).lineage
-        version = PolicyVersion(second, 100)
-        client.push([encode_rollout(make_rollout(version=version)) for _ in range(5)])
-        store.hset(KEYS.run, "lineage", b"\xff")
-        until("noticed", lambda: b"lineage" in ask(server.url, "/readyz")[1])
-        # the bounds are enforced after every push, and nobody knows how old a rollout is
-        with pytest.raises(UnavailableError, match="the field lineage of tba:test:run in Redis cannot be read"):
-            server.client(retry_s=0.0).push([encode_rollout(make_rollout(version=version))])
-        store.hset(KEYS.run, "lineage", second)
-        until("ready", lambda: ask(server.url, "/readyz")[0] == 200)
-        assert client.stats().num_rollouts == 6
+    raw.hset(KEYS.run, mapping={"step": 100, "checkpoint": f"{first}-100"})
+    second = client.new_lineage(LineageRequest(trainer_id="t", parent=f"{first}-100")).lineage
+    version = PolicyVersion(second, 100)
+    client.push([encode_rollout(make_rollout(version=version)) for _ in range(5)])
+    raw.hset(KEYS.run, "lineage", b"\xff")
+    until("noticed", lambda: b"lineage" in ask(server.url, "/readyz")[1])
+    # the bounds are enforced after every push, and nobody knows how old a rollout is
+    with pytest.raises(UnavailableError, match="the field lineage of tba:test:run in Redis cannot be read"):
+        server.client(retry_s=0.0).push([encode_rollout(make_rollout(version=version))])
+    raw.hset(KEYS.run, "lineage", second)
+    until("ready", lambda: ask(server.url, "/readyz")[0] == 200)
+    assert client.stats().num_rollouts == 6
 
 
 def test_one_look_of_the_upkeep_that_fails_is_not_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,24 +239,20 @@ def test_a_damaged_count_of_marks_leaves_no_mark_half_done(world: World) -> None
     assert world.client.run().latest_version == f"{world.lineage.lineage}-2"
 
 
-def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+def test_damaged_counts_of_evictions_stop_no_push(serve_buffer: ServeBuffer, raw: Redis) -> None:
     buffer = serve_buffer(buffer={"max_rollouts": 2}, sampling={"min_size_to_sample": 1, "prompts_per_batch": 1})
-    with Redis.from_url(redis.url) as store:
-        store.hset(KEYS.counters, "evicted:max_rollouts", b"\xff")
-        client, _ = buffer.begin(4, 3)
-        for _ in range(3):
-            client.push(make_payloads(["train-0", "train-1"]))
-        assert store.hlen(KEYS.payloads) == 2
+    raw.hset(KEYS.counters, "evicted:max_rollouts", b"\xff")
+    client, _ = buffer.begin(4, 3)
+    for _ in range(3):
+        client.push(make_payloads(["train-0", "train-1"]))
+    assert raw.hlen(KEYS.payloads) == 2
 
 
-def test_a_position_of_the_log_without_a_log_is_repaired_by_accepting(
-    serve_buffer: ServeBuffer, redis: RedisProcess
-) -> None:
+def test_a_position_of_the_log_without_a_log_is_repaired_by_accepting(serve_buffer: ServeBuffer, raw: Redis) -> None:
     buffer = serve_buffer()
-    with Redis.from_url(redis.url) as store:
-        store.hset(KEYS.counters, "log_position", b"x")
-        client = buffer.client()
-        until("it is refused", lambda: client.run().loss is not None)
-        client.command("accept-loss", RunCommand())
-        until("it is ready", lambda: ask(buffer.url, "/readyz")[0] == 200)
-        assert store.hget(KEYS.counters, "log_position") == b"0"
+    raw.hset(KEYS.counters, "log_position", b"x")
+    client = buffer.client()
+    until("it is refused", lambda: client.run().loss is not None)
+    client.command("accept-loss", RunCommand())
+    until("it is ready", lambda: ask(buffer.url, "/readyz")[0] == 200)
+    assert raw.hget(KEYS.counters, "log_position") == b"0"

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
@@ -22,9 +23,7 @@ from tba_cli.reports.ledger import LedgerCheck, ledger_lines, lineage_tree
 from tests.support.buffer import make_payloads, make_prompts
 from tests.support.buffer_fixtures import ServeBuffer, StartService
 from tests.support.redis_process import RedisProcess
-
-# ---- How long a draw waits, and what it says that it waits for, whatever the wall clock and other draws do ----------
-
+from tests.support.scored_buffer import counters
 
 HOUR_S = 3600.0
 
@@ -32,11 +31,9 @@ HOUR_S = 3600.0
 class WallClock:
     """A clock that jumps on command."""
 
-    def __init__(self) -> None:
-        self.offset_s = 0.0
+    offset_s = 0.0
 
     def __call__(self) -> float:
-        """Unix seconds."""
         return time.time() + self.offset_s
 
 
@@ -102,24 +99,16 @@ async def test_races_lost_to_flow_control_are_named_after_it(
 
     monkeypatch.setattr(buffer.drawer._run_state, "read", same_look)
 
-    async def draw_on() -> None:
-        for step in range(1, 99):
-            await buffer.drawer.draw(request_of(lineage, step))
-
     with pytest.raises(BusyError) as caught:
-        await draw_on()
+        _ = [await buffer.drawer.draw(request_of(lineage, step)) for step in range(1, 99)]
     assert caught.value.wait == expected
 
 
-async def test_races_lost_to_eviction_of_all_there_was_wait_for_rollouts(
-    start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_races_lost_to_eviction_of_everything_wait_for_rollouts(start, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = await start()
     lineage = await begin(buffer, 48)
 
-    def nothing_left(*_: object) -> None:
-        raise ValueError("no prompt can fill a slot")
-
+    nothing_left = Mock(side_effect=ValueError("no prompt can fill a slot"))
     monkeypatch.setattr("tba_buffer.sampling.draw.draw_slots", nothing_left)
     with pytest.raises(BusyError) as caught:
         await buffer.drawer.draw(request_of(lineage, 1))
@@ -148,9 +137,6 @@ async def test_races_lost_to_void_batches_say_so(start, monkeypatch: pytest.Monk
     assert caught.value.wait == "void-batch"
 
 
-# ---- Draws at the same time as each other, as pushes and as eviction ------------------------------------------------
-
-
 THREADS = 8
 BATCH = 16
 
@@ -166,21 +152,13 @@ def draw_or_none(client: BufferClient, lineage: LineageReply, step: int) -> Batc
         return None
 
 
-def counters(redis: RedisProcess) -> dict[str, int]:
-    with Redis.from_url(redis.url, decode_responses=True) as connection:
-        return {name: int(value) for name, value in connection.hgetall("tba:test:counters").items()}  # pyright: ignore
-
-
 def test_draws_of_many_steps_and_of_the_same_step_at_once(serve_buffer: ServeBuffer) -> None:
     client, lineage = filled(serve_buffer)
     steps = [step for step in range(1, 21) for _ in range(3)]  # each three times
     with ThreadPoolExecutor(THREADS) as pool:
         batches = list(pool.map(lambda step: client.draw_batch(request_of(lineage, step)), steps))
-    by_step: dict[int, set[str]] = {}
-    for step, batch in zip(steps, batches, strict=True):
-        by_step.setdefault(step, set()).add(batch.batch_id)
-    assert {len(ids) for ids in by_step.values()} == {1}
-    assert len(set.union(*by_step.values())) == 20
+    by_step = {(step, batch.batch_id) for step, batch in zip(steps, batches, strict=True)}
+    assert len(by_step) == len({batch_id for _, batch_id in by_step}) == 20
     assert client.stats().rollouts_drawn == 20 * BATCH
 
 
@@ -223,7 +201,7 @@ def test_a_batch_is_whole_however_much_is_evicted_meanwhile(serve_buffer: ServeB
 
     num_steps, batches = 60, []
     with ThreadPoolExecutor(3) as pool:
-        pushes = [pool.submit(push_on)]
+        pushes = pool.submit(push_on)
         try:
             ahead = [pool.submit(client.draw_batch, request_of(lineage, step, 60.0)) for step in (1, 2)]
             for step in range(1, num_steps + 1):
@@ -234,14 +212,12 @@ def test_a_batch_is_whole_however_much_is_evicted_meanwhile(serve_buffer: ServeB
                 future.result()
         finally:
             over.set()
-        num_pushed = sum(future.result() for future in pushes)
-    assert num_pushed > 48  # all of the first ones are gone
+    assert pushes.result() > 48  # all of the first ones are gone
     for batch in batches:
         assert [len(group.rollouts) for group in batch.groups] == [4] * 4
         assert all({r.prompt_id for r in group.rollouts} == {group.prompt_id} for group in batch.groups)
     numbers, run = counters(redis), client.run()
-    assert numbers["drawn"] - numbers.get("void", 0) == (num_steps + 2) * BATCH
-    assert numbers["trained"] == num_steps * BATCH
+    assert numbers["drawn"] - numbers.get("void", 0) == numbers["trained"] + 2 * BATCH == (num_steps + 2) * BATCH
     check = LedgerCheck(lineage_tree(run.parents), lineage=run.lineage, step=run.step)
     for line in ledger_lines(client):
         check.take(line)
@@ -250,12 +226,11 @@ def test_a_batch_is_whole_however_much_is_evicted_meanwhile(serve_buffer: ServeB
 
 
 def test_a_batch_with_a_lost_rollout_is_never_answered_and_counts_as_void(
-    serve_buffer: ServeBuffer, redis: RedisProcess
+    serve_buffer: ServeBuffer, redis: RedisProcess, raw: Redis
 ) -> None:
     client, lineage = filled(serve_buffer)
     client.draw_batch(request_of(lineage, 1))
-    with Redis.from_url(redis.url) as connection:
-        connection.delete("tba:test:payloads")
+    raw.delete("tba:test:payloads")
     for step in (1, 2):  # the open batch, and a new one
         with pytest.raises(UnavailableError, match="their payloads are not in Redis"):
             client.draw_batch(request_of(lineage, step))

@@ -18,13 +18,7 @@ from tba.api import LineageReply, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import Batch
-from tests.support.buffer import (
-    Stack,
-    begin_run,
-    make_payloads,
-    make_recipe,
-    start_stack,
-)
+from tests.support.buffer import Stack, begin_run, make_payloads, make_recipe, start_stack
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.index_values import fingerprint
 from tests.support.leases import draw, make_step
@@ -79,24 +73,14 @@ def test_epochs_go_on_over_kills_of_the_buffer(stack: Stack) -> None:
 def test_a_rebuilt_index_draws_what_one_that_never_stopped_draws(
     serve_buffer: ServeBuffer, redis: RedisProcess, prioritise: str
 ) -> None:
-    sampling = {
-        "most_on_policy_prob": 0.4,
-        "prioritise": prioritise,
-        "reward_inverse_temperature": 1.0,
-        "max_uses": 3,
-    }
+    sampling = {"most_on_policy_prob": 0.4, "prioritise": prioritise, "reward_inverse_temperature": 1.0, "max_uses": 3}
     thread_client, lineage = filled(serve_buffer, **sampling)
     for step in range(1, 9):
         if step == 5:
             draw(thread_client, lineage, step)
             later(thread_client, 3600.0)  # void: drawn again
         make_step(thread_client, lineage, step)
-    sections = {
-        "prompts_per_batch": 3,
-        "group_size": 2,
-        "min_size_to_sample": 4,
-        **sampling,
-    }
+    sections = {"prompts_per_batch": 3, "group_size": 2, "min_size_to_sample": 4, **sampling}
     recipe = make_recipe(buffer={"redis_url": redis.url}, sampling=sections)
 
     async def compare() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import tba_buffer.monitoring.metrics
-import tba_buffer.run.components
-import tba_buffer.scoring.reward_service
 from redis import Redis
 from tba_buffer.run.components import MAX_NAMES, OTHER_NAMES
 from tba_buffer.storage.keys import Keys
@@ -22,11 +20,10 @@ from tba.wire import STARTED_AT_S, WAITED_S, Wait, encode_heartbeat
 from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.answering import answering
 from tests.support.buffer import make_heartbeat, start_lineage
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer, later
+from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.buffer_reads import ask
 from tests.support.leases import draw
 from tests.support.metrics import metrics_of, values
-from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
 
@@ -44,19 +41,18 @@ def component(client: BufferClient, kind: str) -> ComponentInfo:
     return found
 
 
-def waited(buffer: BufferThread, name: str) -> float:
-    return values(buffer.url, "tba_trainer_wait_seconds_total")[(name,)]
+def waited(client: BufferClient, name: str) -> float:
+    return values(client.base_url, "tba_trainer_wait_seconds_total")[(name,)]
 
 
 def test_what_a_trainer_waited_is_counted_once_whatever_becomes_of_its_heartbeats(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    client = buffer.client()
-    assert waited(buffer, "samples-per-insert") == 0.0, "a rate needs a first value"
+    client = serve_buffer().client()
+    assert waited(client, "samples-per-insert") == 0.0, "a rate needs a first value"
     trainer_waited(client, "t", 1000.25, samples_per_insert=2.0)
     trainer_waited(client, "t", 1000.25, samples_per_insert=2.0)  # repeated: its answer was lost
     trainer_waited(client, "t", 1000.25, samples_per_insert=7.5, rollouts=1.0)  # one between them never came
     trainer_waited(client, "t", 1000.25, samples_per_insert=4.0)  # late
-    assert (waited(buffer, "samples-per-insert"), waited(buffer, "rollouts")) == (7.5, 1.0)
+    assert (waited(client, "samples-per-insert"), waited(client, "rollouts")) == (7.5, 1.0)
 
 
 def test_the_count_continues_over_the_death_of_trainer_and_buffer(serve_buffer: ServeBuffer) -> None:
@@ -66,26 +62,24 @@ def test_the_count_continues_over_the_death_of_trainer_and_buffer(serve_buffer: 
     trainer_waited(client, "t", 2000.0, batch=1.5)  # a container that started again: the same name and process number
     trainer_waited(client, "t", 1000.0, batch=6.0)  # late, from the dead trainer: it looks like a repeat
     trainer_waited(client, "other", 2000.0, batch=0.25)
-    assert waited(buffer, "batch") == 6.75
+    assert waited(client, "batch") == 6.75
     buffer.stop()
-    after = serve_buffer()
-    assert waited(after, "batch") == 6.75
-    trainer_waited(after.client(), "t", 2000.0, batch=2.5)
-    assert waited(after, "batch") == 7.75
+    client = serve_buffer().client()
+    assert waited(client, "batch") == 6.75
+    trainer_waited(client, "t", 2000.0, batch=2.5)
+    assert waited(client, "batch") == 7.75
 
 
 def test_only_trainers_are_counted_and_names_stay_few(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    client = buffer.client()
+    client = serve_buffer().client()
     beat(client, "s", "searcher", gauges={STARTED_AT_S: 1.0, f"{WAITED_S}batch": 99.0})
     beat(client, "old-release", "trainer", gauges={f"{WAITED_S}batch": 99.0})
-    assert waited(buffer, "batch") == 0.0
+    assert waited(client, "batch") == 0.0
     names = {f"w{i}": 1.0 for i in range(MAX_NAMES + 10)}
     trainer_waited(client, "t", 1.0, **names)
     trainer_waited(client, "t", 1.0, **dict.fromkeys(names, 2.0))
-    counted = values(buffer.url, "tba_trainer_wait_seconds_total")
-    assert counted[(OTHER_NAMES,)] == 20.0
-    assert sum(counted.values()) == 2.0 * len(names)
+    counted = values(client.base_url, "tba_trainer_wait_seconds_total")
+    assert (counted[(OTHER_NAMES,)], sum(counted.values())) == (20.0, 2.0 * len(names))
 
 
 def test_the_time_of_components_is_counted_over_restarts(serve_buffer: ServeBuffer) -> None:
@@ -123,24 +117,23 @@ def test_the_time_of_components_is_counted_over_restarts(serve_buffer: ServeBuff
 
 
 def test_a_component_shows_its_wait_while_it_is_alive(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0})
-    client = buffer.client()
+    client = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0}).client()
     beat(client, "s-1", "searcher", wait=Wait(name="no-version", for_s=3.0, deadline_in_s=60.0))
     wait = component(client, "searcher").wait
     assert wait is not None
     assert (wait.name, wait.for_s >= 3.0, wait.deadline_in_s <= 60.0) == ("no-version", True, True)
     assert [(item.owner, item.kind, item.name) for item in client.run().waits] == [("s-1", "searcher", "no-version")]
-    assert values(buffer.url, "tba_component_wait_seconds")[("searcher", "no-version")] >= 3.0
-    assert values(buffer.url, "tba_waits")[("no-version",)] == 1
+    assert values(client.base_url, "tba_component_wait_seconds")[("searcher", "no-version")] >= 3.0
+    assert values(client.base_url, "tba_waits")[("no-version",)] == 1
     later(client, 1001.0)
     assert not component(client, "searcher").alive, "silence is noticed"
     assert component(client, "searcher").wait is None
-    assert values(buffer.url, "tba_component_wait_seconds") == {}
-    assert values(buffer.url, "tba_components_silent")[("searcher",)] == 1
+    assert values(client.base_url, "tba_component_wait_seconds") == {}
+    assert values(client.base_url, "tba_components_silent")[("searcher",)] == 1
     beat(client, "s-1", "searcher", state="ended")
     later(client, 1001.0)
     assert not component(client, "searcher").alive, "its end too"
-    assert values(buffer.url, "tba_components_silent")[("searcher",)] == 0
+    assert values(client.base_url, "tba_components_silent")[("searcher",)] == 0
 
 
 def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: ServeBuffer) -> None:
@@ -161,8 +154,7 @@ def test_ages_are_those_of_the_newest_beat_and_late_waits_show(serve_buffer: Ser
 
 def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
-    client = buffer.client()
-    lineage = start_lineage(client)
+    lineage = start_lineage(client := buffer.client())
     answers: list[BaseException] = []
 
     def wait_for_batch() -> None:
@@ -184,14 +176,13 @@ def test_a_draw_that_is_held_is_a_wait_of_the_trainer(serve_buffer: ServeBuffer)
 
 
 def test_the_state_and_the_step_of_the_run_are_metrics(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(searcher={"num_searchers": 3})
-    client = buffer.client()
-    assert values(buffer.url, "tba_run_state")[("running",)] == 1
+    client = serve_buffer(searcher={"num_searchers": 3}).client()
+    assert values(client.base_url, "tba_run_state")[("running",)] == 1
     client.command("pause", RunCommand())
-    states = values(buffer.url, "tba_run_state")
+    states = values(client.base_url, "tba_run_state")
     assert (states[("paused",)], sum(states.values()), len(states)) == (1, 1, 5)
-    assert values(buffer.url, "tba_run_step") == {(): 0}
-    assert "tba_searchers_desired" in {family.name for family in metrics_of(buffer.url)}
+    assert values(client.base_url, "tba_run_step") == {(): 0}
+    assert "tba_searchers_desired" in {family.name for family in metrics_of(client.base_url)}
 
 
 def test_heartbeats_of_another_run_or_under_the_id_of_another_kind_are_refused(serve_buffer: ServeBuffer) -> None:
@@ -205,14 +196,11 @@ def test_heartbeats_of_another_run_or_under_the_id_of_another_kind_are_refused(s
     assert [item for item in client.run().components if item.kind == "searcher"] == []
 
 
-def test_the_reward_service_is_a_component_with_its_reason(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
+def test_the_reward_service_is_a_component_with_its_reason(serve_buffer: ServeBuffer) -> None:
     problem = b'{"type": "urn:tba:problem:not-ready", "status": 503, "detail": "the model of `judge` is loading"}'
     answers = [(503, problem)]
     with answering(answers) as (url, asked):
-        buffer = serve_buffer(reward={"url": url}, buffer={"HEARTBEAT_TIMEOUT_S": 30.0})
+        buffer = serve_buffer(reward={"url": url}, buffer={"HEARTBEAT_TIMEOUT_S": 30.0, "PROBE_S": 0.05})
         client = buffer.client()
         until("it was asked", lambda: component(client, "reward").alive)
         found = component(client, "reward")
@@ -236,14 +224,10 @@ READY_WITH_NOTE = b'{"status": "ok", "note": "judged: http: no connection"}'
 BROKEN = b'{"type": "urn:tba:problem:broken-reward", "status": 503, "detail": "task t: python: KeyError: no answer"}'
 
 
-def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tba_buffer.scoring.reward_service, "PROBE_S", 0.05)
+def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_text(serve_buffer: ServeBuffer) -> None:
     answers = [(503, BROKEN)]
     with answering(answers) as (url, asked):
-        client = serve_buffer(reward={"url": url}).client()
-        lineage = start_lineage(client)
+        lineage = start_lineage(client := serve_buffer(reward={"url": url}, buffer={"PROBE_S": 0.05}).client())
         until("the run has failed", lambda: client.run().state == "failed")
         info = client.run()
         assert info.state_reason == "task t: python: KeyError: no answer"
@@ -261,48 +245,40 @@ def test_a_reward_function_that_raises_for_every_item_fails_the_run_with_its_tex
 
 
 def test_gauges_of_heartbeats_are_metrics(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    client = buffer.client()
+    client = serve_buffer().client()
     beat(client, "s-1", "searcher", gauges={"tokens_per_s": 100.0, "unpushed": 1.0})
     beat(client, "s-2", "searcher", gauges={"tokens_per_s": 50.0})
     beat(client, "t-1", "trainer", gauges={"loss": 9.0})
     beat(client, "t-2", "trainer", gauges={"loss": 0.5, STARTED_AT_S: 7.0, f"{WAITED_S}batch": 1.0})
-    assert values(buffer.url, "tba_searcher_gauge") == {("tokens_per_s",): 150.0, ("unpushed",): 1.0}
-    assert values(buffer.url, "tba_trainer_gauge") == {("loss",): 0.5}
+    assert values(client.base_url, "tba_searcher_gauge") == {("tokens_per_s",): 150.0, ("unpushed",): 1.0}
+    assert values(client.base_url, "tba_trainer_gauge") == {("loss",): 0.5}
     beat(client, "t-2", "trainer", gauges={f"g{i}": 1.0 for i in range(200)})
-    assert len(values(buffer.url, "tba_trainer_gauge")) == tba_buffer.monitoring.metrics.MAX_NAMES
+    assert len(values(client.base_url, "tba_trainer_gauge")) == tba_buffer.monitoring.metrics.MAX_NAMES
 
 
 def test_only_the_trainers_that_started_last_are_remembered_and_every_wait_stays_counted(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
+    serve_buffer: ServeBuffer, raw: Redis
 ) -> None:
-    monkeypatch.setattr(tba_buffer.run.components, "MAX_TRAINERS", 3)
-    buffer = serve_buffer()
-    client = buffer.client()
+    client = serve_buffer(buffer={"MAX_TRAINERS": 3}).client()
     for number in range(6):
         trainer_waited(client, f"t-{number}", 100.0 + number, rollouts=2.0)
     trainer_waited(client, "t-5", 105.0, rollouts=3.0)
-    with Redis.from_url(redis.url) as known:
-        fields: Any = known.hkeys(Keys("test").trainer_waits)
+    fields: Any = raw.hkeys(Keys("test").trainer_waits)
     assert sorted(field for field in fields if field.startswith(b"seen:")) == [b"seen:t-3", b"seen:t-4", b"seen:t-5"]
-    assert waited(buffer, "rollouts") == 13.0
+    assert waited(client, "rollouts") == 13.0
 
 
 def test_the_run_names_what_of_its_recipe_is_constant(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    constants = buffer.client().run().constants
-    assert constants["run.name"] == "test"
-    assert constants["model.policy_temperature"] == 1.0
+    constants = serve_buffer().client().run().constants
+    assert (constants["run.name"], constants["model.policy_temperature"]) == ("test", 1.0)
     assert constants.keys() >= {"model.path", "model.dtype", "model.lora", "store.url"}
     assert not any("redis" in key or "token" in key for key in constants)
 
 
-def raw_beat(
-    buffer: BufferThread, component_id: str, *, kind: str = "searcher", num_gauges: int = 2
-) -> tuple[int, bytes]:
+def raw_beat(client: BufferClient, name: str, *, kind: str = "searcher", num_gauges: int = 2) -> tuple[int, bytes]:
     gauges = {f"gauge-{i:03d}-{'x' * 20}": 0.5 for i in range(num_gauges)}
-    message = encode_heartbeat(make_heartbeat(component_id, kind, gauges=gauges))
-    return ask(buffer.url, "/v1/heartbeats", "POST", message)
+    message = encode_heartbeat(make_heartbeat(name, kind, gauges=gauges))
+    return ask(client.base_url, "/v1/heartbeats", "POST", message)
 
 
 def shown(client: BufferClient) -> set[str]:
@@ -310,36 +286,35 @@ def shown(client: BufferClient) -> set[str]:
 
 
 def test_searchers_beyond_the_bound_are_refused_with_what_to_do(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 3, "HEARTBEAT_TIMEOUT_S": 1000.0})
-    client = buffer.client()
-    assert [raw_beat(buffer, f"s-{i}")[0] for i in range(3)] == [204] * 3
-    status, answer = raw_beat(buffer, "s-3")
+    bound = {"MAX_SEARCHERS_SHOWN": 3, "HEARTBEAT_TIMEOUT_S": 1000.0}
+    client = serve_buffer(buffer=bound).client()
+    assert [raw_beat(client, f"s-{i}")[0] for i in range(3)] == [204] * 3
+    status, answer = raw_beat(client, "s-3")
     problem = json.loads(answer)
     assert (status, problem["wait"], problem["retry_after_s"]) == (429, "component-slots", 1000.0)
     assert "give restarted searchers their old id" in problem["detail"]
-    assert raw_beat(buffer, "s-1")[0] == 204, "who has a place keeps it"
-    assert raw_beat(buffer, "t-0", kind="trainer")[0] == 204, "a trainer does not compete with searchers"
+    assert raw_beat(client, "s-1")[0] == 204, "who has a place keeps it"
+    assert raw_beat(client, "t-0", kind="trainer")[0] == 204, "a trainer does not compete with searchers"
     assert shown(client) == {"s-0", "s-1", "s-2"}
-    again = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 3, "HEARTBEAT_TIMEOUT_S": 1000.0})
+    again = serve_buffer(buffer=bound).client()
     assert raw_beat(again, "s-3")[0] == 429, "places outlive the process"
-    later(again.client(), 1001.0)
+    later(again, 1001.0)
     assert raw_beat(again, "s-3")[0] == 204, "it takes the place of one that is silent"
-    assert len(shown(again.client())) == 3
+    assert len(shown(again)) == 3
 
 
 def test_one_that_has_ended_gives_its_place_away_at_once(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 2, "HEARTBEAT_TIMEOUT_S": 1000.0})
-    client = buffer.client()
+    client = serve_buffer(buffer={"MAX_SEARCHERS_SHOWN": 2, "HEARTBEAT_TIMEOUT_S": 1000.0}).client()
     for component_id, state in (("s-0", "running"), ("s-1", "ended")):
         beat(client, component_id, "searcher", state=state)
-    assert raw_beat(buffer, "s-2")[0] == 204
+    assert raw_beat(client, "s-2")[0] == 204
     assert shown(client) == {"s-0", "s-2"}
 
 
 def test_a_flood_of_large_heartbeats_leaves_the_run_readable(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0, "MAX_SEARCHERS_SHOWN": 100})
-    assert raw_beat(buffer, "large", num_gauges=255)[0] == 413
-    assert raw_beat(buffer, "t", kind="trainer", num_gauges=255)[0] == 204, "a trainer has its metrics among its gauges"
-    answers = [raw_beat(buffer, f"s-{i}", num_gauges=90)[0] for i in range(150)]
+    client = serve_buffer(buffer={"HEARTBEAT_TIMEOUT_S": 1000.0, "MAX_SEARCHERS_SHOWN": 100}).client()
+    assert raw_beat(client, "large", num_gauges=255)[0] == 413
+    assert raw_beat(client, "t", kind="trainer", num_gauges=255)[0] == 204, "a trainer has its metrics among its gauges"
+    answers = [raw_beat(client, f"s-{i}", num_gauges=90)[0] for i in range(150)]
     assert (answers.count(204), answers.count(429)) == (100, 50)
-    assert len(ask(buffer.url, "/v1/run")[1]) < 100 * MAX_HEARTBEAT_BYTES * 1.5
+    assert len(ask(client.base_url, "/v1/run")[1]) < 100 * MAX_HEARTBEAT_BYTES * 1.5

@@ -13,14 +13,13 @@ from tba_reward.metrics import Metrics as RewardMetrics
 
 from tba.api import AckRequest, LeaseRequest, Stats
 from tba.wire import encode_rollout
-from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout
+from tests.support.buffer import make_payloads, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import draw
 from tests.support.metrics import metrics_of as families_of
 from tests.support.redis_process import RedisProcess
 
 SECTIONS = {"buffer": {"max_rollouts": 40}}
-BATCH_ROLLOUTS = 16
 
 
 def metrics_of(buffer: BufferThread) -> dict[tuple[str, ...], float]:
@@ -31,21 +30,15 @@ def metrics_of(buffer: BufferThread) -> dict[tuple[str, ...], float]:
 
 def lived_in(buffer: BufferThread) -> BufferThread:
     """Pushes of two lengths beyond the cap, refused and pending ones, three consumed batches."""
-    client = buffer.client()
-    lineage = begin_run(client, 10, 2)
+    client, lineage = buffer.begin(10, 2)
     client.push(make_payloads([f"train-{i}" for i in range(5)], num_tokens=3))
     client.push(make_payloads([f"train-{i}" for i in range(5, 10)], num_tokens=100))
     client.push([encode_rollout(make_rollout("train-1", reward=None, num_tokens=20)) for _ in range(6)])
     client.push([b"junk", encode_rollout(make_rollout("train-99"))])
     for step in (1, 2, 3):
         batch = draw(client, lineage, step, wait_s=2)
-        request = AckRequest(
-            lineage=1,
-            step=step,
-            token=lineage.token,
-            policy_ages=[step - 1] * BATCH_ROLLOUTS,
-            num_tokens=sum(len(rollout.response_tokens) for rollout in batch.rollouts),
-        )
+        num_tokens, ages = sum(len(rollout.response_tokens) for rollout in batch.rollouts), [step - 1] * 16
+        request = AckRequest(lineage=1, step=step, token=lineage.token, policy_ages=ages, num_tokens=num_tokens)
         client.ack(batch.batch_id, request)
     client.lease(LeaseRequest(searcher_id="s", max_leases=3))
     return buffer
@@ -60,8 +53,7 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     assert stats.stored.by_version == {"0-0": 40}
     assert stats.stored.reward_deciles is not None
     assert (stats.stored.reward_deciles[0], stats.stored.reward_deciles[-1]) == (0.0, 3.0)
-    assert stats.stored.log_position == stats.log_position
-    assert stats.refused == {"malformed": 1, "unknown-prompt": 1}
+    assert (stats.stored.log_position, stats.refused) == (stats.log_position, {"malformed": 1, "unknown-prompt": 1})
     tokens = stats.tokens
     assert tokens is not None
     assert tokens.generated == 20 * 3 + 20 * 100 + 6 * 20
@@ -70,8 +62,7 @@ def test_the_counts_add_up(serve_buffer: ServeBuffer) -> None:
     assert stats.unique_ratio == stats.slots["distinct_rollouts"] / 48
     assert stats.realised_most_on_policy == stats.slots["recent"] / 12
     assert stats.policy_age_histogram == {0: 16, 1: 16, 2: 16}
-    assert (stats.num_prompts_seen, stats.num_prompts_drawable) == (9, 9)
-    assert (stats.epoch, stats.leases["open"]) == (1, 3)
+    assert (stats.num_prompts_seen, stats.num_prompts_drawable, stats.epoch, stats.leases["open"]) == (9, 9, 1, 3)
     assert stats.index_bytes > 0
 
 
@@ -124,13 +115,10 @@ def test_metrics_say_what_stats_say(serve_buffer: ServeBuffer) -> None:
 
 @pytest.mark.parametrize(("every_s", "described"), [(1e9, 8), (0.0, 12)])
 def test_the_detail_of_a_large_buffer_is_kept_until_it_is_due(
-    serve_buffer: ServeBuffer, monkeypatch: pytest.MonkeyPatch, every_s: float, described: int
+    serve_buffer: ServeBuffer, every_s: float, described: int
 ) -> None:
-    monkeypatch.setattr("tba_buffer.monitoring.stats.ALWAYS_FRESH_ROLLOUTS", 4)
-    monkeypatch.setattr("tba_buffer.monitoring.stats.DETAIL_EVERY_S", every_s)
-    monkeypatch.setattr("tba_buffer.monitoring.stats.DETAIL_SHARE", 1e9)
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(1))
+    constants = {"ALWAYS_FRESH_ROLLOUTS": 4, "DETAIL_EVERY_S": every_s, "DETAIL_SHARE": 1e9}
+    client = serve_buffer(buffer=constants).with_prompts(1)
     client.push(make_payloads(["train-0"], per_prompt=8))
     assert client.stats().stored is not None
     client.push(make_payloads(["train-0"], per_prompt=4))
@@ -152,8 +140,7 @@ def test_metrics_are_served_while_redis_is_away(serve_buffer: ServeBuffer, redis
 
 
 def test_rates_are_known_after_a_while(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(2))
+    client = serve_buffer().with_prompts(2)
     stats: Stats = client.stats()
     for _ in range(400):
         client.push(make_payloads(["train-0"]))

@@ -46,9 +46,9 @@ pushes = st.lists(pushed, min_size=1, max_size=12)
 steps = st.one_of(
     st.tuples(st.just("push"), pushes),
     st.tuples(st.just("push"), pushes),
-    st.tuples(st.sampled_from(["push again", "rescore"]), st.integers(0, 20)),
+    st.tuples(st.sampled_from(["push_again", "rescore"]), st.integers(0, 20)),
     st.tuples(st.just("rescore"), st.integers(0, 3)),
-    st.tuples(st.just("lineage"), st.booleans()),
+    st.tuples(st.just("new_lineage"), st.booleans()),
     st.tuples(st.just("compact"), st.none() | st.integers(0, 3)),
     st.tuples(st.sampled_from(["mark", "draw", "ack", "restart"]), st.none()),
 )
@@ -154,31 +154,10 @@ class History:
         await self.buffer.context.redis.flushall()
         await self.buffer.start()
         await self.buffer.catalog.upload(make_prompts(NUM_PROMPTS))
-        await self.new_lineage(from_start=True)
+        await self.new_lineage(True)
         try:
             for name, argument in history:
-                match name:
-                    case "push":
-                        await self.push([self.make(**values) for values in argument])
-                    case "push again":
-                        await self.push(self.model.pushed[argument : argument + 5])
-                    case "rescore":
-                        await self.rescore(argument)
-                    case "lineage":
-                        await self.new_lineage(from_start=argument)
-                    case "compact":
-                        await self.compact(argument)
-                    case "mark":
-                        await self.buffer.lineages.publish(
-                            VersionRequest(version=str(self.version), token=self.lineage.token)
-                        )
-                        self.model.position = (await self.buffer.view.catch_up()).position
-                    case "draw":
-                        await self.draw()
-                    case "ack":
-                        await self.ack()
-                    case "restart":
-                        await self.restart()
+                await getattr(self, name)(argument)
                 await self.check()
         finally:
             await self.buffer.stop()
@@ -200,14 +179,24 @@ class History:
             version_spans=(VersionSpan.of(version, 0, 10 * tokens),),
         )
 
-    async def restart(self) -> None:
+    async def mark(self, _: object) -> None:
+        await self.buffer.lineages.publish(VersionRequest(version=str(self.version), token=self.lineage.token))
+        self.model.position = (await self.buffer.view.catch_up()).position
+
+    async def restart(self, _: object = None) -> None:
         before = fingerprint(await self.buffer.view.catch_up())
         await self.buffer.stop()
         self.buffer = Buffer(self.recipe, CollectorRegistry())
         await self.buffer.start()
         assert fingerprint(self.buffer.view.index) == before
 
-    async def push(self, rollouts: list[Rollout]) -> None:
+    async def push(self, pushed: list[dict[str, Any]]) -> None:
+        await self.push_rollouts([self.make(**values) for values in pushed])
+
+    async def push_again(self, at: int) -> None:
+        await self.push_rollouts(self.model.pushed[at : at + 5])
+
+    async def push_rollouts(self, rollouts: list[Rollout]) -> None:
         if not rollouts:
             return
         expected = [self.model.push(rollout) for rollout in rollouts]
@@ -254,7 +243,7 @@ class History:
         else:
             self.buffer.context.redis.set = real_set
 
-    async def new_lineage(self, *, from_start: bool) -> None:
+    async def new_lineage(self, from_start: bool) -> None:
         parent = START if from_start else self.version
         self.lineage = await self.buffer.lineages.new(LineageRequest(trainer_id="t", parent=str(parent)))
         self.model.position += self.model.has_drawn  # what the start abandons gives back its turns and uses
@@ -263,7 +252,7 @@ class History:
         self.model.enforce()
         await self.buffer.evictor.enforce()  # else up to a second later
 
-    async def draw(self) -> None:
+    async def draw(self, _: object) -> None:
         request = BatchRequest(
             trainer_id="t", lineage=self.lineage.lineage, step=self.model.now.step + 1, token=self.lineage.token
         )
@@ -286,7 +275,7 @@ class History:
         assert self.open is None or (batch.batch_id == self.open.batch_id) == again
         self.open = batch
 
-    async def ack(self) -> None:
+    async def ack(self, _: object) -> None:
         if self.open is None:
             return
         self.model.now = replace(self.model.now, step=self.model.now.step + 1)
@@ -316,11 +305,9 @@ class History:
             name: index.column(name, rows).tolist()
             for name in ("position", "status", "prompt", "num_bytes", "num_tokens", "lineage", "step", "reward")
         }
-        assert columns["position"] == [stored.position for stored in model.live]
+        for name in ("position", "prompt", "num_bytes", "num_tokens"):
+            assert columns[name] == [getattr(stored, name) for stored in model.live], name
         assert columns["status"] == [STATUS_CODES[stored.status] for stored in model.live]
-        assert columns["prompt"] == [stored.prompt for stored in model.live]
-        assert columns["num_bytes"] == [stored.num_bytes for stored in model.live]
-        assert columns["num_tokens"] == [stored.num_tokens for stored in model.live]
         versions = [PolicyVersion(*pair) for pair in zip(columns["lineage"], columns["step"], strict=True)]
         assert versions == [stored.version for stored in model.live]
         rewards = [reward if reward == reward else None for reward in columns["reward"]]
@@ -334,9 +321,8 @@ class History:
         assert payloads == {rollout_id: encode_rollout(rollout) for rollout_id, rollout in model.rollouts.items()}
         assert set(await context.redis.hkeys(context.keys.originals)) == model.rescored
         counters = await context.counters()
-        assert {
-            name.removeprefix("evicted:"): number for name, number in counters.items() if name.startswith("evicted:")
-        } == model.evicted
+        of_evictions = {f"evicted:{reason}": number for reason, number in model.evicted.items()}
+        assert {name: number for name, number in counters.items() if name.startswith("evicted:")} == of_evictions
         assert counters.get("log_position", 0) == model.position
         assert counters.get("generated", 0) == counters.get("pushed:new", 0) == len(model.pushed)
         assert counters.get("pushed:duplicate", 0) == model.num_duplicate

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from redis.exceptions import OutOfMemoryError
-from tba_buffer import service as buffer_module
-from tba_buffer.eviction import evictor
 from tba_buffer.index.rollout_index import Index
 from tba_buffer.scoring.rollout_scorer import ScoredRollout
 from tba_buffer.service import Buffer
@@ -116,8 +114,7 @@ async def test_what_redis_has_lost_is_near_to_nothing_and_what_stands_in_its_pla
 async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_place(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    buffer = await start(near_duplicate_share=0.25, max_rollouts=1000)
+    buffer = await start(UPKEEP_S=3600.0, near_duplicate_share=0.25, max_rollouts=1000)
     near = buffer.evictor._near_duplicates
     assert near is not None
 
@@ -133,8 +130,7 @@ async def test_what_was_found_near_before_redis_lost_data_goes_from_no_other_pla
 async def test_an_eviction_that_is_under_way_when_redis_loses_data_takes_no_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    buffer = await start(deduplicate=True)
+    buffer = await start(UPKEEP_S=3600.0, deduplicate=True)
     run = buffer.context.scripts.run
     earlier = await copy_of(buffer.context.redis)
     same, other = [of_tokens(100, 0, 1.0) for _ in range(2)], of_tokens(200, 0, 1.0)
@@ -187,11 +183,8 @@ async def test_rollouts_that_are_too_old_go_when_they_arrive_and_when_the_traine
     assert await evicted(buffer) == {"policy_age": 4}
 
 
-async def test_what_an_ack_makes_too_old_is_gone_when_it_is_answered(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    buffer = await start(max_policy_age_steps=0)
+async def test_what_an_ack_makes_too_old_is_gone_when_it_is_answered(start: Start) -> None:
+    buffer = await start(UPKEEP_S=3600.0, max_policy_age_steps=0)
     lineage = await buffer.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(buffer, *(make_rollout(f"train-{i % 4}") for i in range(16)))
     request = BatchRequest(trainer_id="t", lineage=1, step=1, token=lineage.token)
@@ -211,9 +204,7 @@ async def test_no_age_is_counted_from_a_lineage_whose_parent_is_not_known_yet(st
     assert await stored(buffer) == [rollout.rollout_id]
 
 
-async def test_a_push_that_arrives_during_an_enforcement_is_not_forgotten(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_push_during_an_enforcement_is_not_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = await start(max_rollouts=10)
     await push(buffer, *(make_rollout() for _ in range(5)))
     level, pushed = buffer.view.catch_up, []
@@ -254,11 +245,8 @@ async def test_pushes_at_once_share_enforcements_and_end_within_the_caps(start: 
     assert calls.count("evict") < 30
 
 
-async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evictor, "ROLLOUTS_PER_CALL", 2)
-    buffer = await start(max_rollouts=100, deduplicate=True)
+async def test_an_eviction_that_fails_half_way_is_completed_by_the_next(start: Start) -> None:
+    buffer = await start(ROLLOUTS_PER_CALL=2, max_rollouts=100, deduplicate=True)
     tokens = [np.arange(1, 4, dtype=np.int32)] * 9
     await push(buffer, make_rollout())
     scripts, calls = buffer.context.scripts, 0

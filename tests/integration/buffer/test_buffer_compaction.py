@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tba_buffer.service as buffer_module
 from prometheus_client import CollectorRegistry
 from tba_buffer.index import log_follower
 from tba_buffer.index.log_follower import PIECE_LIFETIME_MS, Compactor, read_head
@@ -32,10 +31,9 @@ def redis(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-async def buffer(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> Buffer:
+async def buffer(start_service: StartService) -> Buffer:
     """20 live rollouts of 40, and a publication; nothing that upkeep reads or writes comes in between."""
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    started = await start_service(buffer={"max_rollouts": 20})
+    started = await start_service(buffer={"max_rollouts": 20, "UPKEEP_S": 3600.0})
     lineage = await started.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await push(started)
     await started.lineages.publish(VersionRequest(version="0-0", token=lineage.token))
@@ -82,8 +80,7 @@ async def test_a_checkpoint_replaces_the_log_and_the_checkpoint_before(buffer: B
         assert await pieces(buffer) == expected_pieces(generation)
         head = await read_head(buffer.context)
         assert (head.generation, head.position, head.num_pieces) == (generation, index.position, NUM_PIECES)
-        assert head.publications == tuple(index.publications)
-        assert len(head.publications) == 1
+        assert (head.publications, len(head.publications)) == (tuple(index.publications), 1)
         assert await buffer.context.redis.xlen(log_key) == 1
         assert await fingerprint_of_restart(redis) == fingerprint(index)
         await push(buffer, num=2)
@@ -112,9 +109,7 @@ async def test_many_small_pushes_make_a_tail_long_too(buffer: Buffer) -> None:
 
 
 @pytest.mark.parametrize("num_written", [0, 1, NUM_PIECES])
-async def test_a_crash_between_the_pieces_changes_nothing(
-    buffer: Buffer, redis: RedisProcess, num_written: int
-) -> None:
+async def test_a_crash_between_pieces_changes_nothing(buffer: Buffer, redis: RedisProcess, num_written: int) -> None:
     await new_writer(buffer).keep_up(await buffer.view.catch_up())
     await push(buffer)
     before = fingerprint(await buffer.view.catch_up())

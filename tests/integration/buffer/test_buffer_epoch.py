@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import tba_buffer.service as buffer_module
 from prometheus_client import CollectorRegistry
 from tba_buffer.index.log_follower import Compactor, read_head
 from tba_buffer.service import Buffer
@@ -19,11 +18,9 @@ from tests.support.buffer import make_payloads, make_prompts
 from tests.support.buffer_fixtures import ServeBuffer, StartService
 
 
-async def test_the_older_process_removes_nothing_and_serves_nothing(
-    start_service: StartService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # it would notice the newer process before it is told
-    old = await start_service(buffer={"max_rollouts": 10})
+async def test_the_older_process_removes_nothing_and_serves_nothing(start_service: StartService) -> None:
+    # without upkeep, which would notice the newer process before it is told
+    old = await start_service(buffer={"max_rollouts": 10, "UPKEEP_S": 3600.0})
     lineage = await old.lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await old.writer.push(make_payloads(["train-0"], per_prompt=10))
     new = await start_service(num_prompts=0)
@@ -45,9 +42,8 @@ async def test_the_older_process_removes_nothing_and_serves_nothing(
     assert (await new.drawer.draw(request)).body
 
 
-async def test_the_older_process_stores_nothing(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)
-    old, new = await start_service(), await start_service(num_prompts=0)
+async def test_the_older_process_stores_nothing(start_service: StartService) -> None:
+    old, new = await start_service(buffer={"UPKEEP_S": 3600.0}), await start_service(num_prompts=0)
     with pytest.raises(SupersededError, match="push of 4 rollouts was refused: a newer buffer process owns run"):
         await old.writer.push(make_payloads(["train-0"]))
     assert (await new.view.catch_up()).num_live == 0
@@ -65,16 +61,14 @@ async def test_the_older_process_switches_to_no_checkpoint(start_service: StartS
 
 
 async def test_an_idle_older_process_is_soon_not_ready(serve_buffer: ServeBuffer) -> None:
-    old = serve_buffer()
-    client = old.client()
-    client.upload_prompts(make_prompts(1))
+    client = serve_buffer().with_prompts(1)
     serve_buffer()
     deadline_s = time.monotonic() + 30
     while (answer := push_problem(client)) is None:  # the upkeep asks every second
         assert time.monotonic() < deadline_s
     assert "newer buffer process" in answer
     with pytest.raises(UnavailableError, match="newer buffer process"):
-        ServiceClient(old.url, retry_s=0)._call("GET", "/readyz")
+        ServiceClient(client.base_url, retry_s=0)._call("GET", "/readyz")
 
 
 def push_problem(client: BufferClient) -> str | None:

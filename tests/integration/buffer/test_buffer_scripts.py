@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tba_buffer import service as buffer_module
 from tba_buffer.index.log_follower import Compactor
 from tba_buffer.run.rollback import Rollbacks
 from tba_buffer.service import Buffer
@@ -50,9 +49,9 @@ REPLY_DIFFERS = {"push", "upload"}
 
 
 @pytest.fixture
-async def buffer(start_service: StartService, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> Buffer:
-    monkeypatch.setattr(buffer_module, "UPKEEP_S", 3600.0)  # one script at a time: its evictions come in between
-    return await start_service(num_prompts=0, buffer={"max_rollouts": 40}, reward={"url": reward.url})
+async def buffer(start_service: StartService, reward: RewardServer) -> Buffer:
+    section = {"max_rollouts": 40, "UPKEEP_S": 3600.0}  # one script at a time: evictions of the upkeep come in between
+    return await start_service(num_prompts=0, buffer=section, reward={"url": reward.url})
 
 
 async def everything(client: Any) -> dict[bytes, Any]:
@@ -105,9 +104,7 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
 ) -> None:
     twice = TwiceScripts(buffer.context)
     object.__setattr__(buffer.context, "scripts", twice)
-    lineages, leases, draws = buffer.lineages, buffer.leases, buffer.drawer
-    ack = buffer.ledger.ack
-
+    lineages, leases, draws, ack = buffer.lineages, buffer.leases, buffer.drawer, buffer.ledger.ack
     await buffer.catalog.upload(make_prompts(8, 3))
     lineage = await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await lineages.publish(VersionRequest(version="0-0", token=lineage.token))
@@ -117,15 +114,10 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     assert [lease.kind for lease in reply.leases] == ["sample", "greedy", *["train"] * 4]
     ids = [lease.lease_id for lease in reply.leases]
     await leases.renew(LeaseRenewal(searcher_id="s", lease_ids=ids))
-    results = [
-        EvalResult(
-            lease_id=each.lease_id, rewards=[1.0] * each.num_rollouts, num_response_tokens=[3] * each.num_rollouts
-        )
-        for each in reply.leases[:2]
-    ]
+    nums = {each.lease_id: each.num_rollouts for each in reply.leases[:2]}
+    results = [EvalResult(lease_id=i, rewards=[1.0] * n, num_response_tokens=[3] * n) for i, n in nums.items()]
     await buffer.evaluations.results(eval_id, EvalResults(searcher_id="s", version="0-0", results=results))
-    returned = LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4])
-    await leases.give_back(returned)
+    await leases.give_back(LeaseReturn(searcher_id="s", lease_ids=ids[2:3], refused_lease_ids=ids[3:4]))
     again = await leases.lease(LeaseRequest(searcher_id="s", max_leases=2))
     assert again.leases[0].visit_id == reply.leases[2].visit_id
 
@@ -162,11 +154,9 @@ async def test_every_script_run_twice_leaves_what_it_left_once(
     await lineages.new(LineageRequest(trainer_id="t", parent="0-0"))
     await buffer.control.command("pause", RunCommand(reason="the store was slow"), "operator")
     changes = (await buffer.control.changes(after=0)).changes
-    commands = ["rollback", "lineage", "pause", "stop", "lineage", "pause"]
-    assert [change.command for change in changes] == commands
-    paused = changes[-1]
-    said = (paused.role, paused.reason, paused.old, paused.new, paused.number)
-    assert said == ("operator", "the store was slow", "running", "paused", 6)
+    assert [change.command for change in changes] == ["rollback", "lineage", "pause", "stop", "lineage", "pause"]
+    said = [getattr(changes[-1], name) for name in ("role", "reason", "old", "new", "number")]
+    assert said == ["operator", "the store was slow", "running", "paused", 6]
     assert await buffer.scaling.record(ScaleRequest(num_searchers=2)) == 1
     gauges = {STARTED_AT_S: 1.0, f"{WAITED_S}rollouts": 2.5}
     await buffer.components.trainer_waits.count(make_heartbeat("t", "trainer", gauges=gauges))
@@ -186,9 +176,7 @@ async def test_a_loss_that_is_accepted_twice_by_one_request_is_counted_once(buff
 
 
 @pytest.mark.parametrize(("field", "value"), [("state", b"bogus"), ("step", b"many"), ("lineage", b"\xff")])
-async def test_a_line_of_the_audit_that_is_written_over_damage_can_be_read(
-    buffer: Buffer, field: str, value: bytes
-) -> None:
+async def test_a_line_of_the_audit_written_over_damage_can_be_read(buffer: Buffer, field: str, value: bytes) -> None:
     redis, keys = buffer.context.redis, buffer.context.keys
     whole = await redis.hget(keys.run, field)
     await redis.hset(keys.run, field, value)
@@ -205,15 +193,8 @@ async def save_and_load(buffer: Buffer, start_service: StartService, twice: Twic
     other = await start_service(num_prompts=0, run="other")
     others = TwiceScripts(other.context)
     object.__setattr__(other.context, "scripts", others)
-    load = SnapshotLoad(
-        other.context,
-        catalog=other.catalog,
-        lineages=other.lineages,
-        evictor=other.evictor,
-        store=store,
-        request=LoadRequest(source="test/end"),
-    )
-    await load.run()
+    parts: Any = {"catalog": other.catalog, "lineages": other.lineages, "evictor": other.evictor}
+    await SnapshotLoad(other.context, store=store, request=LoadRequest(source="test/end"), **parts).run()
     twice.names |= others.names
     assert (await other.stats.read()).num_rollouts == (await buffer.stats.read()).num_rollouts
 

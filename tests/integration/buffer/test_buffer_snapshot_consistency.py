@@ -19,7 +19,6 @@ from tba_buffer.scoring.rollout_scorer import RolloutScorer, ScoredRollout
 from tba_buffer.service import Buffer
 from tba_buffer.snapshots import jobs
 from tba_buffer.snapshots import save as saving
-from tba_buffer.snapshots import snapshot_format as writing
 from tba_buffer.snapshots.save import SnapshotSave
 from tba_buffer.snapshots.snapshot_format import SnapshotReader, read_manifest
 
@@ -29,7 +28,7 @@ from tba.store import FileStore
 from tba.wire import decode_rollout, encode_rollout
 from tba.wire.snapshot_manifest import SnapshotSource
 from tests.support.buffer import make_prompts, make_rollout
-from tests.support.buffer_fixtures import StartService
+from tests.support.buffer_fixtures import StartService, without_constants
 
 CAP = 600
 SOURCE = SnapshotSource("test", "busy")
@@ -56,13 +55,9 @@ class World:
         self.pushed: dict[bytes, bytes] = {}
         self.rescored: list[dict[int, bytes]] = []
         self.over = asyncio.Event()
-        self.scorer = RolloutScorer(
-            buffer.context,
-            catalog=buffer.catalog,
-            view=buffer.view,
-            reward=RewardConnection(buffer.context, buffer.components),
-            evictor=buffer.evictor,
-        )
+        parts: Any = {"catalog": buffer.catalog, "view": buffer.view, "evictor": buffer.evictor}
+        reward = RewardConnection(buffer.context, buffer.components)
+        self.scorer = RolloutScorer(buffer.context, reward=reward, **parts)
 
     async def push(self, num: int) -> None:
         rollouts = [make_rollout(f"train-{self.random.randrange(8)}", reward=self.random.random()) for _ in range(num)]
@@ -120,10 +115,8 @@ class World:
 async def test_a_snapshot_is_what_was_live_at_its_position(
     buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(writing, "OBJECT_BYTES", 20_000)
-    monkeypatch.setattr(saving, "LITTLE_BYTES", 5_000)
-    monkeypatch.setattr(saving, "MAX_PASSES", 4)
-    monkeypatch.setattr(saving, "READ_ROLLOUTS", 32)
+    bounds = {"OBJECT_BYTES": 20_000, "LITTLE_BYTES": 5_000, "MAX_PASSES": 4, "READ_ROLLOUTS": 32}
+    without_constants(monkeypatch, bounds)
     world, store = World(buffer, seed), SlowStore(tmp_path / "store")
     await buffer.catalog.upload(make_prompts(8, 2))
     await world.push(CAP // 2)
@@ -144,9 +137,7 @@ async def test_a_snapshot_is_what_was_live_at_its_position(
     reader = SnapshotReader(store, found)
     places = await reader.places()
     snapshot = dict(zip(places["position"].tolist(), await reader.payloads(places), strict=True))
-    expected = await world.live_at(manifest.log_position)
-    assert snapshot.keys() == expected.keys()
-    assert snapshot == expected
+    assert snapshot == await world.live_at(manifest.log_position)
     assert manifest.num_scored == len(snapshot)
     assert [[prompt.prompt_id for prompt in prompts] async for prompts in reader.prompts()] == [buffer.catalog.ids]
 
@@ -175,8 +166,7 @@ async def push_and_evict(world: World) -> None:
 async def test_a_push_that_must_evict_does_not_wait_for_the_store(
     buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
-    monkeypatch.setattr(saving, "MAX_PASSES", 2)
+    without_constants(monkeypatch, {"OBJECT_BYTES": 2_000, "MAX_PASSES": 2})
     world = World(buffer, 0)
     await world.push(CAP)
     store = ActingStore(tmp_path / "store", partial(push_and_evict, world))
@@ -192,8 +182,7 @@ async def test_a_push_that_must_evict_does_not_wait_for_the_store(
 async def test_a_rest_that_does_not_fit_into_memory_fails_the_save(
     buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "LITTLE_BYTES", 100)
-    monkeypatch.setattr(saving, "HELD_BYTES", 200)
+    without_constants(monkeypatch, {"LITTLE_BYTES": 100, "HELD_BYTES": 200})
     world = World(buffer, 0)
     await world.push(50)
     store = ActingStore(tmp_path / "store", partial(push_and_evict, world))
@@ -207,7 +196,7 @@ async def test_a_log_that_was_cut_meanwhile_fails_the_save(
     buffer: Buffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollouts that were scored again are known from the log alone."""
-    monkeypatch.setattr(writing, "OBJECT_BYTES", 2_000)
+    without_constants(monkeypatch, {"OBJECT_BYTES": 2_000})
     world = World(buffer, 0)
 
     async def cut() -> None:

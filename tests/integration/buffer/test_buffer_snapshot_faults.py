@@ -87,9 +87,7 @@ def wait_for_save(client: BufferClient, name: str) -> str:
     return client.get_snapshot(name).state
 
 
-def test_a_buffer_that_is_killed_while_it_saves_leaves_no_snapshot_and_saves_again(
-    stack: Stack, store: ObjectStore
-) -> None:
+def test_a_buffer_killed_while_it_saves_leaves_no_snapshot_and_saves_again(stack: Stack, store: ObjectStore) -> None:
     client = stack.client
     for number in range(NUM_TRIES):
         name = f"killed-{number}"

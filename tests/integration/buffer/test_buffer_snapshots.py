@@ -30,8 +30,10 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store")
 
 
-def sections(store: FileStore, run: str | dict[str, str] = "test", **more: Any) -> dict[str, Any]:
-    return {"run": run, "store": {"url": store.url}, **more}
+@pytest.fixture
+def serve(serve_buffer: ServeBuffer, store: FileStore) -> ServeBuffer:
+    """Call it with the name or the section of a run to serve its buffer; all have that store."""
+    return lambda run="test", **more: serve_buffer(run=run, store={"url": store.url}, **more)
 
 
 def saved(client: BufferClient, name: str) -> SnapshotInfo:
@@ -92,9 +94,9 @@ def contents(payloads: dict[bytes, bytes], *, run: str) -> dict[bytes, dict[str,
 
 
 def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+    serve: ServeBuffer, redis: RedisProcess, store: FileStore
 ) -> None:
-    old = serve_buffer(**sections(store)).client()
+    old = serve().client()
     lineage = begin_run(old, 6, 2)
     old.push(make_payloads(["train-0", "train-1"]))
     old.announce_version(VersionRequest(version="1-0", token=lineage.token))
@@ -108,8 +110,7 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     manifest = manifest_of(store, "test/end")
     assert (manifest.storage_format, manifest.tba_version) == (FORMAT, __version__)
 
-    new = serve_buffer(**sections(store, "other")).client()
-    new.upload_prompts(make_prompts(1))
+    new = serve("other").with_prompts(1)
     origin = loaded(new, "test/end")
     assert (origin.state, origin.num_rollouts, origin.num_loaded, origin.version) == ("complete", 13, 13, None)
     after = stored(redis, "other")
@@ -128,9 +129,9 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
 
 
 @pytest.fixture
-def groups(serve_buffer: ServeBuffer, store: FileStore) -> list[list[bytes]]:
+def groups(serve: ServeBuffer) -> list[list[bytes]]:
     """Snapshot test/all of a filled run; returns the ids of its rollouts."""
-    client = serve_buffer(**sections(store)).client()
+    client = serve().client()
     found = fill(client)
     assert saved(client, "all").num_rollouts == 12
     return found
@@ -151,11 +152,11 @@ def fill(client: BufferClient) -> list[list[bytes]]:
 
 
 def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, groups: list[list[bytes]]
+    serve: ServeBuffer, redis: RedisProcess, store: FileStore, groups: list[list[bytes]]
 ) -> None:
     assert [mark.version for mark in manifest_of(store, "test/all").marks] == ["0-0", "1-1", "1-2"]
 
-    new = serve_buffer(**sections(store, "fork")).client()
+    new = serve("fork").client()
     origin = loaded(new, "test/all", "1-2")
     assert (origin.state, origin.version, origin.num_rollouts, origin.lineage) == ("complete", "1-2", 8, 1)
     assert log_of(redis, "fork") == ["0 0", *groups[0], "1 1", *groups[1]]
@@ -174,8 +175,8 @@ def test_a_fork_takes_what_arrived_before_the_publication_of_its_version(
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, store: FileStore) -> None:
-    new = serve_buffer(**sections(store, "fork")).client()
+def test_a_version_without_a_mark_cannot_be_forked(serve: ServeBuffer) -> None:
+    new = serve("fork").client()
     origin = loaded(new, "test/all", "1-7")
     assert origin.state == "failed"
     assert "no publication of version 1-7" in (origin.reason or "")
@@ -184,10 +185,8 @@ def test_a_version_without_a_mark_cannot_be_forked(serve_buffer: ServeBuffer, st
     assert loaded(new, "test/all", "1-2").state == "complete"
 
 
-def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
-    serve_buffer: ServeBuffer, store: FileStore
-) -> None:
-    client = serve_buffer(**sections(store)).client()
+def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(serve: ServeBuffer) -> None:
+    client = serve().client()
     fill(client)
     first = saved(client, "one")
     with pytest.raises(ConflictError, match="test/one exists already"):
@@ -195,18 +194,17 @@ def test_a_snapshot_is_never_overwritten_and_only_known_ones_are_found(
     assert client.get_snapshot("one") == first
     with pytest.raises(NotFoundError, match=r"there is no snapshot test/two .*those of run test are: one"):
         client.get_snapshot("two")
-    other = serve_buffer(**sections(store, "other")).client()
+    other = serve("other").client()
     assert "there is no snapshot test/two" in (loaded(other, "test/two").reason or "")
 
 
-def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: ServeBuffer, store: FileStore) -> None:
-    old = serve_buffer(**sections(store)).client()
+def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve: ServeBuffer) -> None:
+    old = serve().client()
     fill(old)
     saved(old, "all")
     with pytest.raises(ConflictError, match="has begun with a trainer"):
         old.load_snapshot(LoadRequest(source="test/all"))
-    pushed = serve_buffer(**sections(store, "pushed")).client()
-    pushed.upload_prompts(make_prompts(1))
+    pushed = serve("pushed").with_prompts(1)
     pushed.push(make_payloads(["train-0"], run="pushed"))
     origin = loaded(pushed, "test/all")
     assert (origin.state, pushed.stats().num_rollouts) == ("failed", 4)
@@ -214,103 +212,95 @@ def test_only_a_run_that_has_not_begun_can_begin_with_a_snapshot(serve_buffer: S
 
 
 @pytest.mark.usefixtures("groups")
-def test_another_policy_temperature_and_prompts_with_other_content_are_refused(
-    serve_buffer: ServeBuffer, store: FileStore
-) -> None:
-    hot = serve_buffer(**sections(store, "hot", model={"policy_temperature": 0.5})).client()
+def test_another_policy_temperature_and_prompts_with_other_content_are_refused(serve: ServeBuffer) -> None:
+    hot = serve("hot", model={"policy_temperature": 0.5}).client()
     assert "policy_temperature 1, and this run has 0.5" in (loaded(hot, "test/all").reason or "")
-    other = serve_buffer(**sections(store, "other")).client()
+    other = serve("other").client()
     other.upload_prompts([make_prompts(1)[0].model_copy(update={"text": "9+9="})])
     assert "prompt 'train-0'" in (loaded(other, "test/all").reason or "")
     assert other.stats().num_prompts_train == 1
 
 
 def test_a_run_keeps_its_caps_when_the_snapshot_holds_more(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, groups: list[list[bytes]]
+    serve: ServeBuffer, redis: RedisProcess, groups: list[list[bytes]]
 ) -> None:
-    new = serve_buffer(**sections(store, "small", buffer={"max_rollouts": 8})).client()
+    new = serve("small", buffer={"max_rollouts": 8}).client()
     assert loaded(new, "test/all").state == "complete"
     assert stored(redis, "small").keys() == {*groups[1], *groups[2]}
     assert new.stats().evicted == {"max_rollouts": 4}
 
 
 @pytest.mark.usefixtures("groups")
-def test_the_recipe_says_what_a_run_begins_with(serve_buffer: ServeBuffer, store: FileStore) -> None:
-    begun = sections(store, {"name": "other", "snapshot": "test/all"})
-    buffer = serve_buffer(**begun)
+def test_the_recipe_says_what_a_run_begins_with(serve: ServeBuffer) -> None:
+    begun = {"name": "other", "snapshot": "test/all"}
+    buffer = serve(begun)
     client = buffer.client(retry_s=20.0)
     client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))  # waits for the load
     assert client.run().origin == ended_load(client)
     assert client.stats().num_rollouts == 12
     buffer.stop()
-    again = serve_buffer(**begun).client()
+    again = serve(begun).client()
     assert ended_load(again).state == "complete"
     assert again.stats().num_rollouts == 12
 
 
-def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(
-    serve_buffer: ServeBuffer, store: FileStore
-) -> None:
-    start_lineage(serve_buffer(**sections(store, "late")).client())
+def test_a_run_that_should_begin_with_a_snapshot_but_cannot_takes_no_trainer(serve: ServeBuffer) -> None:
+    start_lineage(serve("late").client())
     for run, says in (("other", "there is no snapshot test/none"), ("late", "has begun without it")):
-        client = serve_buffer(**sections(store, {"name": run, "snapshot": "test/none"})).client()
+        client = serve({"name": run, "snapshot": "test/none"}).client()
         until("the end of the load", lambda client=client: (o := client.run().origin) is None or o.state != "loading")
         with pytest.raises(ConflictError, match=says):
             client.new_lineage(LineageRequest(trainer_id="t", parent="0-0"))
 
 
-def test_a_store_that_is_away_fails_the_save_with_its_reason(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+def test_a_store_that_is_away_fails_the_save_with_its_reason(serve: ServeBuffer, tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
-    client = serve_buffer(**sections(FileStore(tmp_path / "store"))).client()
+    client = serve().client()
     fill(client)
     info = saved(client, "end")
     assert (info.state, info.log_position) == ("failed", None)
     assert "correct store.url" in (info.reason or "")
 
 
-def test_the_commands_save_and_load(
-    serve_buffer: ServeBuffer, store: FileStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = serve_buffer(**sections(store))
+def test_the_commands_save_and_load(serve: ServeBuffer, capsys: pytest.CaptureFixture[str]) -> None:
+    old = serve()
     fill(old.client())
     assert main(["buffer", "save", "end", "--url", old.url]) == 0
     assert "saved test/end: 12 rollouts" in capsys.readouterr().out
-    new = serve_buffer(**sections(store, "other"))
+    new = serve("other")
     assert main(["buffer", "load", "test/end", "--version", "1-1", "--url", new.url]) == 0
     assert "loaded test/end: 4 rollouts\n" in capsys.readouterr().out
-    late = serve_buffer(**sections(store, "late"))
+    late = serve("late")
     assert main(["buffer", "load", "test/none", "--url", late.url]) == 2
     assert "was not loaded: there is no snapshot test/none" in capsys.readouterr().err
 
 
 def test_a_rollout_that_cannot_be_read_is_left_out_of_a_snapshot(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore
+    serve: ServeBuffer, redis: RedisProcess, raw: Redis, store: FileStore
 ) -> None:
-    first = serve_buffer(**sections(store))
+    first = serve()
     old = first.client()
     begin_run(old, 3, 2)
     pushed = old.push(make_payloads(["train-0", "train-1", "train-2"])).outcomes
     before = stored(redis)
     bad = next(item for item in pushed if item.rollout_id is not None).rollout_id or ""
-    with Redis.from_url(redis.url) as known:
-        known.hset("tba:test:payloads", bytes.fromhex(bad), b"\xff\x00")  # pyright: ignore[reportArgumentType]
+    raw.hset("tba:test:payloads", bytes.fromhex(bad), b"\xff\x00")  # pyright: ignore[reportArgumentType]
     first.stop()
-    old = serve_buffer(**sections(store)).client()
+    old = serve().client()
     info = saved(old, "damaged")
     good = {rollout_id: payload for rollout_id, payload in before.items() if rollout_id.hex() != bad}
     assert (info.num_rollouts, manifest_of(store, "test/damaged").num_prompts) == (len(good), 5)
-    new = serve_buffer(**sections(store, "other")).client()
+    new = serve("other").client()
     assert loaded(new, "test/damaged").num_loaded == len(good)
     assert contents(stored(redis, "other"), run="other") == contents(good, run="test")
 
 
 @pytest.mark.parametrize("field", ["lineage", "step", "latest_version"])
 def test_a_save_fails_with_the_name_of_the_field_that_says_where_the_run_stands(
-    serve_buffer: ServeBuffer, redis: RedisProcess, store: FileStore, field: str
+    serve: ServeBuffer, raw: Redis, field: str
 ) -> None:
-    client, _ = serve_buffer(**sections(store)).begin(3, 2)
-    with Redis.from_url(redis.url) as known:
-        known.hset("tba:test:run", field, b"\xff")
+    client, _ = serve().begin(3, 2)
+    raw.hset("tba:test:run", field, b"\xff")
     info = saved(client, "damaged")
     assert info.state == "failed"
     assert f"the field {field} of tba:test:run in Redis cannot be read" in str(info.reason)

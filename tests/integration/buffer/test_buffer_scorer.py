@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tba.api import BatchRequest
-from tba.errors import BusyError
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import begin_run, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.leases import draw, wait_of
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
 from tests.support.scored_buffer import counters, push, scored_buffer, sections, statuses, stored_rollouts
@@ -35,25 +34,20 @@ def test_pending_rollouts_wait_while_the_reward_service_is_away_and_are_scored_w
     rollouts = [rollout for i in range(4) for rollout in pending(4, f"train-{i}")]
     assert push(client, rollouts) == ["new"] * 16
 
-    wait = until("a named wait", lambda: next((w for w in client.run().waits if w.owner == "buffer-scorer"), None))
-    assert wait is not None
-    assert wait.name == "reward"
-    assert wait.deadline_in_s > 0
+    (wait,) = until("a named wait", lambda: [w for w in client.run().waits if w.owner == "buffer-scorer"])
+    assert (wait.name, wait.deadline_in_s > 0) == ("reward", True)
     assert statuses(client) == (0, 16, 0)
-    request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token)
-    with pytest.raises(BusyError):
-        client.draw_batch(request)
+    assert wait_of(client, lineage) == "rollouts"
     assert {r.reward_status for r in stored_rollouts(redis).values()} == {"pending"}
 
     reward.come_back()
     until("all are scored", lambda: statuses(client) == (16, 0, 0))
     until("the wait is over", lambda: not [w for w in client.run().waits if w.owner == "buffer-scorer"])
-    batch = client.draw_batch(request)
+    batch = draw(client, lineage)
     assert {(r.reward, r.reward_version, r.reward_reason) for r in batch.rollouts} == {(10.0, "addition-2", None)}
     sent = {r.rollout_id: r for r in rollouts}
     for rollout_id, rollout in stored_rollouts(redis).items():
-        expected = sent[rollout_id].with_reward(10.0, "addition-2")
-        assert encode_rollout(rollout) == encode_rollout(expected)
+        assert encode_rollout(rollout) == encode_rollout(sent[rollout_id].with_reward(10.0, "addition-2"))
     counts = counters(redis)
     assert (counts["rescored:scored"], counts["scored_total"], counts["generated"]) == (16, 16, 16)
 
@@ -73,13 +67,10 @@ def test_the_scorer_asks_what_a_searcher_asks(serve_buffer: ServeBuffer, reward:
     }
 
 
-def test_the_scorer_sends_tokens_for_the_tasks_of_python_functions(
-    serve_buffer: ServeBuffer, reward: RewardServer
-) -> None:
+def test_the_scorer_sends_tokens_for_tasks_of_python_functions(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     settings = sections(reward)
     tasks = {"addition": {"scorers": [{"kind": "python", "function": "tests.support.trl_rewards:num_tokens"}]}}
-    client = serve_buffer(**{**settings, "reward": {**settings["reward"], "tasks": tasks}}).client()
-    client.upload_prompts(make_prompts(2))
+    client = serve_buffer(**{**settings, "reward": {**settings["reward"], "tasks": tasks}}).with_prompts(2)
     rollout = make_rollout("train-1", reward=None)
     push(client, [rollout])
     until("it is asked", lambda: reward.requests)
@@ -119,8 +110,7 @@ def test_no_batch_ever_holds_a_rollout_without_a_reward(serve_buffer: ServeBuffe
     scored, step = 0, 0
     for at in range(30):
         push(client, pending(2, f"train-{at % 4}") + pending(1, f"train-{at % 4}", response_text="broken"))
-        request = BatchRequest(trainer_id="t", lineage=lineage.lineage, step=step + 1, token=lineage.token)
-        for rollout in client.draw_batch(request).rollouts:
+        for rollout in draw(client, lineage, step + 1).rollouts:
             assert rollout.reward_status == "scored"
             assert rollout.response_text != "broken"
             scored += rollout.reward == 3.0
@@ -156,9 +146,7 @@ def test_a_busy_reward_service_is_waited_for_under_the_name_that_it_gives(
     until("all are scored", lambda: statuses(client) == (2, 0, 0))
 
 
-def test_after_a_failed_attempt_requests_are_smaller_and_grow_again(
-    serve_buffer: ServeBuffer, reward: RewardServer
-) -> None:
+def test_after_a_failure_requests_are_smaller_and_grow_again(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     away = (503, {"type": "urn:tba:unavailable", "title": "", "status": 503, "detail": "no"})
     reward.refusal = lambda items: away if len(items) > 4 else None
     client = scored_buffer(serve_buffer, reward, buffer={"SCORE_MAX_ROLLOUTS": 16})
@@ -197,9 +185,7 @@ def test_a_late_copy_of_a_push_is_a_duplicate_also_after_its_rollout_was_scored(
     assert statuses(client) == (3, 0, 0)
 
 
-def test_the_scorer_shows_the_token_of_a_searcher(
-    serve_buffer: ServeBuffer, reward: RewardServer, tmp_path: Path
-) -> None:
+def test_the_scorer_shows_a_searchers_token(serve_buffer: ServeBuffer, reward: RewardServer, tmp_path: Path) -> None:
     tokens = {role: f"{role}-0123456789abcdef" for role in ("searcher", "trainer", "operator", "viewer")}
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
     buffer = serve_buffer(tokens=tokens, **sections(reward, auth={"tokens_file": str(tmp_path / "tokens.json")}))
@@ -215,8 +201,7 @@ def test_a_process_that_another_one_has_replaced_stores_no_reward_any_more(
     reward.gate.clear()
     reward.score = lambda item: 7.0 if any(item is first for first in reward.requests[0]) else 10.0
     old = serve_buffer(**sections(reward))
-    client = old.client()
-    client.upload_prompts(make_prompts(2))
+    client = old.with_prompts(2)
     push(client, pending(2))
     until("the old process asks", lambda: len(reward.requests) == 1)
     newer = serve_buffer(**sections(reward)).client()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 from tba_buffer.run.components import Components
 from tba_buffer.scoring import retries, reward_service
 from tba_buffer.service import Buffer
@@ -18,25 +16,16 @@ from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import RewardClient
 from tba.errors import NotFoundError, UnavailableError
 from tba.wire import decode_rollout, encode_rollout
-from tests.support.buffer import make_prompts, make_recipe, make_rollout
-from tests.support.buffer_fixtures import copy_of, go_back
-from tests.support.redis_process import RedisProcess
+from tests.support.buffer import make_recipe, make_rollout
+from tests.support.buffer_fixtures import StartService, copy_of, go_back, without_constants
 from tests.support.reward_server import RewardServer
 
 NUM_ROLLOUTS = 60
 
 
 @pytest.fixture
-async def buffer(redis: RedisProcess, reward: RewardServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Buffer]:
-    monkeypatch.setattr("tba_buffer.scoring.worker.SCORE_EVERY_S", 0.01)
-    monkeypatch.setattr("tba_buffer.scoring.reward_service.SCORE_MAX_ROLLOUTS", 4)
-    settings = {"redis_url": redis.url}
-    started = Buffer(make_recipe(buffer=settings, reward={"url": reward.url}), CollectorRegistry())
-    await started.context.redis.flushall()
-    await started.start()
-    await started.catalog.upload(make_prompts(4))
-    yield started
-    await started.stop()
+async def buffer(start_service: StartService, reward: RewardServer) -> Buffer:
+    return await start_service(buffer={"SCORE_EVERY_S": 0.01, "SCORE_MAX_ROLLOUTS": 4}, reward={"url": reward.url})
 
 
 async def finished(buffer: Buffer) -> RescoreInfo:
@@ -110,17 +99,14 @@ async def run_until_settled(buffer: Buffer) -> set[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_service, "MIN_PAUSE_S", 0.01)
-    monkeypatch.setattr(retries, "MIN_PARKED_S", 0.01)
-    monkeypatch.setattr(retries, "MAX_PARKED_S", 0.02)
+    without_constants(monkeypatch, {"MIN_PAUSE_S": 0.01, "MIN_PARKED_S": 0.01, "MAX_PARKED_S": 0.02})
 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_rollout_that_breaks_the_reward_service_holds_up_no_other_and_is_failed_in_the_end(
     buffer: Buffer, reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "MAX_PARKED_S", 60.0)
-    monkeypatch.setattr(retries, "MIN_PARKED_S", 60.0)
+    without_constants(monkeypatch, {"MIN_PARKED_S": 60.0, "MAX_PARKED_S": 60.0})
     poison = make_rollout(reward=None, response_text="poison")
     reward.refusal = lambda items: (500, {}) if any(item["response"] == "poison" for item in items) else None
     await buffer.writer.push([encode_rollout(poison)])
@@ -225,41 +211,34 @@ async def test_a_slow_answer_is_waited_for_as_long_as_the_reward_service_may_tak
     link.close()
 
 
-async def test_what_takes_the_places_of_lost_rollouts_inherits_no_tries_and_no_job(
-    buffer: Buffer, reward: RewardServer
-) -> None:
+async def test_what_replaces_lost_rollouts_inherits_no_tries_and_no_job(buffer: Buffer, reward: RewardServer) -> None:
     earlier = await copy_of(buffer.context.redis)
     reward.gate.clear()
     await buffer.writer.push([encode_rollout(make_rollout(reward=2.0)) for _ in range(12)])
     await buffer.rescore_jobs.start(RescoreRequest())
     while not reward.requests:
         await asyncio.sleep(0.01)
-    last = buffer.view.index.position
-    for _ in range(retries.MAX_TRIES - 1):
-        assert not buffer.scoring_worker._scorer.retry_queue.record_away(last, "unreachable: it is away")
-    for _ in range(retries.SILENT_TRIES - 1):
-        assert not buffer.scoring_worker._scorer.retry_queue.record_silence(last, is_unproven=False)
+    last, queue = buffer.view.index.position, buffer.scoring_worker._scorer.retry_queue
+    assert not any(queue.record_away(last, "unreachable: it is away") for _ in range(retries.MAX_TRIES - 1))
+    assert not any(queue.record_silence(last, is_unproven=False) for _ in range(retries.SILENT_TRIES - 1))
     await go_back(buffer.context.redis, earlier)
     await buffer.recovery.accept("operator", None)
     others = [make_rollout(reward=1.0) for _ in range(12)]
     await buffer.writer.push([encode_rollout(rollout) for rollout in others])
-    assert not buffer.scoring_worker._scorer.retry_queue.record_away(last, "unreachable: it is away")
-    assert not buffer.scoring_worker._scorer.retry_queue.record_silence(last, is_unproven=False)
+    queue = buffer.scoring_worker._scorer.retry_queue
+    assert not queue.record_away(last, "unreachable: it is away")
+    assert not queue.record_silence(last, is_unproven=False)
     reward.gate.set()
     await buffer.writer.push([encode_rollout(make_rollout(reward=None))])
-    while (await buffer.stats.read()).num_pending:  # scored after the chunk that was under way: the job is over then
-        await asyncio.sleep(0.01)
+    await run_until_settled(buffer)  # scored after the chunk that was under way: the job is over then
     with pytest.raises(NotFoundError):
         await buffer.rescore_jobs.info()
-    payloads = await buffer.context.redis.hmget(
-        buffer.context.keys.payloads, [rollout.rollout_id for rollout in others]
-    )
+    ids = [rollout.rollout_id for rollout in others]
+    payloads = await buffer.context.redis.hmget(buffer.context.keys.payloads, ids)
     assert {decode_rollout(payload).reward for payload in payloads} == {1.0}
 
 
-async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
-    buffer: Buffer, reward: RewardServer
-) -> None:
+async def test_a_score_of_a_lost_rollout_is_not_of_the_one_in_its_place(buffer: Buffer, reward: RewardServer) -> None:
     earlier = await copy_of(buffer.context.redis)
     lost, other = make_rollout(reward=None), make_rollout(reward=1.0)
     reward.gate.clear()
@@ -272,8 +251,7 @@ async def test_a_score_of_a_lost_rollout_is_not_that_of_the_one_in_its_place(
     await buffer.writer.push([encode_rollout(lost)])  # once more, and at another position
     reward.gate.set()
     async with asyncio.timeout(30):
-        while (await buffer.stats.read()).num_pending:
-            await asyncio.sleep(0.01)
+        await run_until_settled(buffer)
     index = await buffer.view.catch_up()
     rows = index.live_rows()
     assert index.rollout_ids(rows) == [other.rollout_id, lost.rollout_id]

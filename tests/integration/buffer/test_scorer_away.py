@@ -11,8 +11,8 @@ from tba_buffer.scoring import retries
 from tba.api import RescoreRequest
 from tba.clients import BufferClient
 from tba.wire import encode_rollout
-from tests.support.buffer import make_prompts, make_rollout
-from tests.support.buffer_fixtures import ServeBuffer, later
+from tests.support.buffer import make_rollout
+from tests.support.buffer_fixtures import ServeBuffer, later, without_constants
 from tests.support.index_values import Item, make_added, make_index
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_process import running_reward
@@ -43,10 +43,7 @@ def reward_url(tmp_path_factory: pytest.TempPathFactory, endpoint: RewardServer)
 @pytest.fixture
 def client(serve_buffer: ServeBuffer, reward_url: str) -> BufferClient:
     """The client of a buffer that scores there, and has prompts."""
-    served = serve_buffer(buffer={"SCORE_EVERY_S": 0.02}, reward={"url": reward_url})
-    client = served.client()
-    client.upload_prompts(make_prompts(4))
-    return client
+    return serve_buffer(buffer={"SCORE_EVERY_S": 0.02}, reward={"url": reward_url}).with_prompts(4)
 
 
 @pytest.fixture
@@ -79,17 +76,14 @@ def test_rollouts_wait_for_an_endpoint_and_are_scored_when_it_is_back(
 def test_they_are_failed_after_so_many_tries_and_hold_up_no_others(
     client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch, redis: RedisProcess
 ) -> None:
-    monkeypatch.setattr(retries, "MAX_TRIES", 4)
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    without_constants(monkeypatch, {"MAX_TRIES": 4, "FIRST_PAUSE_S": 0.01})
     client.push([encode_rollout(make_rollout(reward=None)) for _ in range(3)])
     until("all are failed", lambda: statuses(client) == (0, 0, 3))
     assert all((r.reward_reason or "").startswith("unreachable: ") for r in stored_rollouts(redis).values())
     until("the wait is over", lambda: waits(client) == [])
 
 
-def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
-    client: BufferClient, away: RewardServer
-) -> None:
+def test_scoring_again_waits_for_an_endpoint_and_takes_no_reward_away(client: BufferClient, away: RewardServer) -> None:
     client.push([encode_rollout(make_rollout(f"train-{i % 4}", reward=1.0)) for i in range(8)])
     client.start_rescore(RescoreRequest())
     until("the wait is shown", lambda: waits(client) == [AWAY])
@@ -107,8 +101,7 @@ def test_scoring_again_waits_for_the_endpoint_and_takes_no_reward_away(
 def test_scoring_again_ends_though_one_of_its_request_is_given_up_before_the_other(
     client: BufferClient, away: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "MAX_TRIES", 4)
-    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    without_constants(monkeypatch, {"MAX_TRIES": 4, "FIRST_PAUSE_S": 0.01})
     record, recorded = retries.RetryQueue.record_away, set[int]()
 
     def first_is_a_try_ahead(self: retries.RetryQueue, position: int, reason: str) -> bool:

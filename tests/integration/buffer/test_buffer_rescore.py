@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from tba_buffer.scoring.reward_service import SCORE_MAX_ROLLOUTS
 
-from tba.api import BatchRequest, RescoreInfo, RescoreRequest
+from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, NotFoundError
 from tba.wire import Rollout, encode_rollout
 from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
 from tests.support.buffer_fixtures import ServeBuffer
+from tests.support.leases import draw
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import Item, RewardServer
 from tests.support.scored_buffer import counters, push, scored_buffer, sections, statuses, stored_rollouts
@@ -32,9 +33,7 @@ def finished(client: BufferClient, request: RescoreRequest | None = None) -> Res
     """Start a job, unless one was started, and return it as it ends."""
     if request is not None:
         client.start_rescore(request)
-    job = until("the job ends", lambda: next((j for j in [client.rescore()] if j.state != "running"), None))
-    assert job is not None
-    return job
+    return until("the job ends", lambda: [job for job in [client.rescore()] if job.state != "running"])[0]
 
 
 def filled(serve_buffer: ServeBuffer, reward: RewardServer, num: int, **more: dict[str, Any]) -> BufferClient:
@@ -53,16 +52,14 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
     job = finished(client, ALL)
     assert (job.state, job.num_total, job.num_done, job.num_changed) == ("done", 40, 40, 39)  # one had a 10 before
     assert (job.num_failed, job.num_gone, job.reward_versions) == (0, 0, {"addition-2": 40})
-    assert (job.num_known_before, job.num_known_after) == (40, 40)
-    assert job.mean_reward_before == pytest.approx(19.5)
+    assert (job.num_known_before, job.num_known_after, job.mean_reward_before) == (40, 40, pytest.approx(19.5))
     assert job.mean_reward_after == pytest.approx(10.0)
     assert [len(items) for items in reward.requests] == [16, 16, 8]
     asked = [bytes.fromhex(item["item_id"]) for item in reward.asked]
     assert asked == [r.rollout_id for r in sorted(before.values(), key=lambda r: r.reward or 0.0)]  # oldest first
     for rollout_id, rollout in stored_rollouts(redis).items():
         assert encode_rollout(rollout) == encode_rollout(before[rollout_id].with_reward(10.0, "addition-2"))
-    lineage = start_lineage(client)
-    batch = client.draw_batch(BatchRequest(trainer_id="t", lineage=lineage.lineage, step=1, token=lineage.token))
+    batch = draw(client, start_lineage(client))
     assert {(r.reward, r.reward_version) for r in batch.rollouts} == {(10.0, "addition-2")}
     assert client.stats().num_scored == 40
     assert counters(redis)["scored_total"] == 40  # no rollout was scored for the first time
@@ -73,23 +70,16 @@ def test_scoring_again_replaces_the_parts_of_a_reward(serve_buffer: ServeBuffer,
     reward.parts = {"format": 1.0, "exact": 5.0}
     changed = sections(reward)
     changed["reward"]["tasks"] = {"addition": {"scorers": scorers}}
-    client = serve_buffer(**changed).client()
-    client.upload_prompts(make_prompts(4))
+    client = serve_buffer(**changed).with_prompts(4)
     push(client, make_many(2, reward_parts={"format": 0.0, "gone": 0.5}))
 
     def shown() -> list[dict[str, Any]]:
         (parts,) = {str(info.reward_parts): info.reward_parts for info in client.list_rollouts().rollouts}.values()
         return [part.model_dump() for part in parts or []]
 
-    assert shown() == [
-        {"name": "format", "score": 0.0, "weight": 0.0},
-        {"name": "gone", "score": 0.5, "weight": None},
-    ]
+    assert shown() == [{"name": "format", "score": 0.0, "weight": 0.0}, {"name": "gone", "score": 0.5, "weight": None}]
     finished(client, ALL)
-    assert shown() == [
-        {"name": "format", "score": 1.0, "weight": 0.0},
-        {"name": "exact", "score": 5.0, "weight": 2.0},
-    ]
+    assert shown() == [{"name": "format", "score": 1.0, "weight": 0.0}, {"name": "exact", "score": 5.0, "weight": 2.0}]
     reward.score, reward.version = (lambda item: "timeout"), "addition-3"
     finished(client, ALL)
     assert shown() == []
@@ -154,8 +144,8 @@ def test_an_error_makes_the_rollout_failed_and_its_old_reward_is_not_kept(
     assert (job.num_done, job.num_failed, job.num_known_before, job.num_known_after) == (8, 2, 8, 6)
     assert statuses(client) == (6, 0, 2)
     failed = [r for r in stored_rollouts(redis).values() if r.reward_status == "failed"]
-    assert {(r.prompt_id, r.reward) for r in failed} == {("train-1", None)}
-    assert {r.reward_reason for r in failed} == {"timeout: detail of timeout"}
+    why = "timeout: detail of timeout"
+    assert {(r.prompt_id, r.reward, r.reward_reason) for r in failed} == {("train-1", None, why)}
     assert sorted(answers.values()) == [1] * 6 + [3] * 2
 
 
@@ -165,8 +155,7 @@ def test_while_the_reward_service_is_away_the_job_waits_and_nothing_fails(
     client = filled(serve_buffer, reward, 8)
     reward.leave()
     client.start_rescore(ALL)
-    job = until("it says what it waits for", lambda: next((j for j in [client.rescore()] if j.problem), None))
-    assert job is not None
+    (job,) = until("it says what it waits for", lambda: [job for job in [client.rescore()] if job.problem])
     assert (job.state, job.num_done) == ("running", 0)
     assert job.wait is not None
     assert (job.wait.owner, job.wait.name) == ("buffer-scorer", "reward")
@@ -222,8 +211,7 @@ def test_pushes_and_late_copies_continue_while_everything_is_scored_again(
     serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
 ) -> None:
     buffer = serve_buffer(**sections(reward, buffer={"SCORE_MAX_ROLLOUTS": 8}))
-    client = buffer.client()
-    client.upload_prompts(make_prompts(4))
+    client = buffer.with_prompts(4)
     old = make_many(200)
     push(client, old)
     over, outcomes = threading.Event(), Counter[str]()
@@ -242,8 +230,7 @@ def test_pushes_and_late_copies_continue_while_everything_is_scored_again(
     for pusher in pushers:
         pusher.join()
     assert job.num_done == job.num_total >= 200
-    assert set(outcomes) == {"new", "duplicate"}
-    assert outcomes["new"] == outcomes["duplicate"]
+    assert (set(outcomes), outcomes["new"]) == ({"new", "duplicate"}, outcomes["duplicate"])
     stored = stored_rollouts(redis)
     assert {stored[r.rollout_id].reward_version for r in old} == {"addition-2"}
     assert sum(r.reward_version == "addition-2" for r in stored.values()) == job.num_done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tba.api import (
@@ -25,10 +27,8 @@ from tests.support.leases import lease, request_eval
 def report(
     client: BufferClient, item: Lease, rewards: list[float | None], searcher_id: str = "s1", num_raised: int = 0
 ) -> None:
-    lengths = [5] * len(rewards)
-    result = EvalResult(
-        lease_id=item.lease_id, rewards=rewards, num_response_tokens=lengths, num_raised=num_raised or None
-    )
+    numbers: Any = {"rewards": rewards, "num_response_tokens": [5] * len(rewards), "num_raised": num_raised or None}
+    result = EvalResult(lease_id=item.lease_id, **numbers)
     assert item.eval_id is not None
     assert item.version is not None
     client.eval_results(item.eval_id, EvalResults(searcher_id=searcher_id, version=item.version, results=[result]))
@@ -54,7 +54,7 @@ def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve
     assert client.stats().num_rollouts == 0
 
 
-def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_the_scorer_works(
+def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_it_works(
     serve_buffer: ServeBuffer,
 ) -> None:
     client = serve_buffer().client()
@@ -74,21 +74,18 @@ def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_the_scorer
 def test_only_the_active_trainer_evaluates_and_only_versions_that_were_announced(serve_buffer: ServeBuffer) -> None:
     client, old = serve_buffer().begin(1, 3)
     client.announce_version(VersionRequest(version="1-4", token=old.token))
-    with pytest.raises(ConflictError, match="1-5 was never announced"):
-        request_eval(client, old, "1-5")
-    with pytest.raises(ConflictError, match="999999999-1 was never announced"):
-        request_eval(client, old, "999999999-1")
+    for unknown in ("1-5", "999999999-1"):
+        with pytest.raises(ConflictError, match=f"{unknown} was never announced"):
+            request_eval(client, old, unknown)
     new = start_lineage(client, PolicyVersion(1, 4))
     with pytest.raises(FencedError):
         request_eval(client, old, "1-4")
     assert client.run().evals == []
-    assert request_eval(client, new, "1-4").state == "pending"
-    assert request_eval(client, new, "0-0").state == "pending"
+    assert [request_eval(client, new, version).state for version in ("1-4", "0-0")] == ["pending"] * 2
 
 
 def test_an_operator_has_a_version_evaluated_as_the_recipe_says(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(eval={"num_prompts": 2, "num_samples": 4, "pass_at": [2]}).client()
-    client.upload_prompts(make_prompts(1, 3))
+    client = serve_buffer(eval={"num_prompts": 2, "num_samples": 4, "pass_at": [2]}).with_prompts(1, 3)
     with pytest.raises(ConflictError, match="no version was announced so far"):
         client.request_eval(EvalRequest())
     lineage = start_lineage(client)
@@ -109,18 +106,18 @@ def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer
     client.announce_version(VersionRequest(version="1-4", token=lineage.token))
     refused, usable = request_eval(client, lineage, "1-4"), request_eval(client, lineage, "0-0")
 
-    def kinds(searcher_id: str, **changes: list[str]) -> list[str | None]:
-        request = LeaseRequest(searcher_id=searcher_id, max_leases=8, **changes)  # pyright: ignore[reportArgumentType]
+    def kinds(*refused_versions: str) -> list[str | None]:
+        request = LeaseRequest(searcher_id="s1", max_leases=8, refused_versions=list(refused_versions))
         return [item.eval_id for item in client.lease(request).leases]
 
-    assert kinds("s1", refused_versions=["1-4"]) == [usable.eval_id] * 6 + [None] * 2
-    assert kinds("s1", refused_versions=["1-4", "9-9"]) == [None] * 8
+    assert kinds("1-4") == [usable.eval_id] * 6 + [None] * 2
+    assert kinds("1-4", "9-9") == [None] * 8
     leases = lease(client, 8, "s2").leases
     assert [item.eval_id for item in leases] == [refused.eval_id] * 6 + [None] * 2
     assert [item.prompt.prompt_id for item in leases[:6:2]] == ["heldout-0", "heldout-1", "heldout-2"]
 
 
-def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_counts_once(
+def test_an_expired_evaluation_lease_goes_to_another_and_a_late_result_counts_once(
     serve_buffer: ServeBuffer,
 ) -> None:
     client, lineage = serve_buffer(buffer={"lease_s": 10.0}).begin(1, 3)
@@ -133,8 +130,7 @@ def test_an_evaluation_lease_that_expires_is_given_to_another_and_a_late_result_
     for item in new:
         report(client, item, [1.0] * item.num_rollouts, "s2")
     done = client.get_eval(info.eval_id)
-    assert (done.state, done.greedy_accuracy) == ("done", 1.0)
-    assert done.accuracy == pytest.approx(2 / 3)
+    assert (done.state, done.greedy_accuracy, done.accuracy) == ("done", 1.0, pytest.approx(2 / 3))
 
 
 def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve_buffer: ServeBuffer) -> None:
@@ -157,8 +153,7 @@ def test_an_expired_evaluation_gives_no_numbers_and_can_be_asked_for_again(serve
 
 
 def test_results_that_fit_no_lease_are_refused(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = start_lineage(client)
+    lineage = start_lineage(client := serve_buffer().client())
     with pytest.raises(ConflictError, match="held-out"):
         request_eval(client, lineage)
     client.upload_prompts(make_prompts(1, 3))
@@ -222,11 +217,10 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
     assert (info.best.version, info.best.value) == ("1-1", 1.0)
 
 
-def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is_refused(
+def test_what_a_searcher_measured_is_in_the_evaluation_and_wrong_counts_are_refused(
     serve_buffer: ServeBuffer,
 ) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(1, 3))
+    client = serve_buffer().with_prompts(1, 3)
     info = request_eval(client, start_lineage(client))
     leases = lease(client, 6).leases
 
@@ -239,9 +233,6 @@ def test_what_a_searcher_measured_is_in_the_evaluation_and_what_is_not_finite_is
         with pytest.raises(BadRequestError, match="num_wrong and num_raised are 2 of 1 unknown"):
             send(leases[0], rewards=[1.0, None], **counts)
     for item in leases:
-        if item.kind == "sample":
-            send(item, distinct_1=0.5, embedding_distance=0.25)
-        else:
-            send(item)
+        send(item, **({"distinct_1": 0.5, "embedding_distance": 0.25} if item.kind == "sample" else {}))
     done = client.get_eval(info.eval_id)
     assert (done.distinct_1, done.distinct_2, done.embedding_distance) == (0.5, None, 0.25)

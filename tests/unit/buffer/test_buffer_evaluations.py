@@ -21,8 +21,6 @@ from tba.api import EvalResult
 from tba.config.evaluation import EvalSection
 from tba.evaluation.statistics import pass_at_k
 
-# ---- Evaluation numbers ---------------------------------------------------------------------------------------------
-
 
 def unit_results(**changes: Any) -> EvalResult:
     return EvalResult(**{"lease_id": "any", "rewards": [1.0, 0.0], "num_response_tokens": [2, 4], **changes})
@@ -38,11 +36,8 @@ def test_accuracy_is_the_mean_over_prompts_of_the_share_of_known_successes() -> 
         EvaluationUnit("e", "greedy", 2): unit_results(rewards=[1.0], num_response_tokens=[100]),
     }
     summary = summarise(results, success_reward=1.0)
-    assert summary.accuracy == 0.75
-    assert summary.greedy_accuracy == 0.5
-    assert summary.mean_reward == 2.5 / 3
-    assert summary.mean_response_tokens == 22 / 6
-    assert summary.num_unknown == 4
+    assert (summary.accuracy, summary.greedy_accuracy) == (0.75, 0.5)
+    assert (summary.mean_reward, summary.mean_response_tokens, summary.num_unknown) == (2.5 / 3, 22 / 6, 4)
     first = summarise_first(results, 1, success_reward=1.0)
     assert (first.numbers.accuracy, first.numbers.greedy_accuracy, first.numbers.num_unknown) == (0.5, 0.0, 0)
     assert count_unknown(results) == {"sample": 3, "greedy": 1}
@@ -74,15 +69,12 @@ def test_nothing_known_gives_no_number() -> None:
     summary = summarise(results, success_reward=1.0, pass_at=[1, 2])
     assert summary.accuracy is None
     assert summary.mean_reward is None
-    assert summary.pass_at == {1: None, 2: None}
-    assert (summary.distinct_1, summary.embedding_distance) == (None, None)
+    assert (summary.pass_at, summary.distinct_1, summary.embedding_distance) == ({1: None, 2: None}, None, None)
     assert summary.num_unknown == 2
 
 
 @pytest.mark.parametrize(("num_samples", "num_successes"), [(5, 0), (5, 1), (5, 3), (5, 5), (1, 1)])
-def test_pass_at_k_is_the_share_of_the_choices_of_k_samples_that_hold_a_success(
-    num_samples: int, num_successes: int
-) -> None:
+def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_success(num_samples: int, num_successes: int) -> None:
     outcomes = [i < num_successes for i in range(num_samples)]
     for k in range(1, num_samples + 1):
         choices = list(combinations(outcomes, k))
@@ -96,8 +88,7 @@ def test_pass_at_k_takes_only_prompts_of_which_k_scores_are_known() -> None:
     }
     summary = summarise(results, success_reward=1.0, pass_at=[1, 2, 3])
     assert summary.pass_at[1] == summary.accuracy == pytest.approx((1 / 3 + 0) / 2)
-    assert summary.pass_at[2] == pytest.approx(2 / 3)
-    assert summary.pass_at[3] == 1.0
+    assert (summary.pass_at[2], summary.pass_at[3]) == (pytest.approx(2 / 3), 1.0)
 
 
 def test_diversity_is_the_mean_over_prompts_of_the_samples_alone() -> None:
@@ -111,9 +102,6 @@ def test_diversity_is_the_mean_over_prompts_of_the_samples_alone() -> None:
     assert summary.embedding_distance == 0.1
 
 
-# ---- The best version -----------------------------------------------------------------------------------------------
-
-
 SECTION = EvalSection(num_prompts=4, num_prompts_final=16)
 
 
@@ -122,20 +110,9 @@ def document(
 ) -> StoredEval:
     """A finished evaluation whose first `num_prompts` prompts have these numbers."""
     first = {"num_prompts": num_prompts, "numbers": numbers, "num_unknown": unknown or {}}
-    return StoredEval.model_validate(
-        {
-            "eval_id": f"eval-{version}",
-            "version": version,
-            "state": "done",
-            "num_prompts": num_prompts,
-            "num_samples": 1,
-            "success_reward": 1.0,
-            "created_at_s": 1.0,
-            "deadline_s": 2.0,
-            "first": first,
-            **(changes or {}),
-        }
-    )
+    fields = {"eval_id": f"eval-{version}", "version": version, "num_prompts": num_prompts, "first": first}
+    usual = {"state": "done", "num_samples": 1, "success_reward": 1.0, "created_at_s": 1.0, "deadline_s": 2.0}
+    return StoredEval.model_validate({**usual, **fields, **(changes or {})})
 
 
 def best(*documents: StoredEval, section: EvalSection = SECTION, num_heldout: int = 100) -> tuple[str, float] | None:
@@ -162,9 +139,9 @@ def test_nothing_finished_or_nothing_known_is_no_best_version() -> None:
 
 def test_only_evaluations_of_the_same_kind_are_compared() -> None:
     plain = document("1-4", accuracy=0.2)
-    assert best(plain, document("1-8", accuracy=0.9, changes={"num_samples": 2})) == ("1-4", 0.2)
-    assert best(plain, document("1-8", accuracy=0.9, changes={"success_reward": 0.5})) == ("1-4", 0.2)
-    assert best(plain, document("1-8", accuracy=0.9, num_prompts=3)) == ("1-4", 0.2)
+    others: Any = ({"changes": {"num_samples": 2}}, {"changes": {"success_reward": 0.5}}, {"num_prompts": 3})
+    for other in others:
+        assert best(plain, document("1-8", accuracy=0.9, **other)) == ("1-4", 0.2)
     # of an evaluation on more prompts, the first ones count
     assert best(plain, document("1-8", accuracy=0.9, changes={"num_prompts": 16})) == ("1-8", 0.9)
     assert best(plain, section=EvalSection(num_prompts=8)) is None
@@ -177,12 +154,8 @@ def test_only_evaluations_of_the_same_kind_are_compared() -> None:
 )
 def test_the_metric_is_the_recipes(metric: str, expected: str) -> None:
     section = EvalSection(num_prompts=4, num_samples=2, pass_at=[2], best_metric=metric)
-    values: list[tuple[str, dict[str, Any]]] = [
-        ("1-4", {"greedy_accuracy": 0.5}),
-        ("1-8", {"mean_reward": 0.5}),
-        ("1-12", {"pass_at": {"2": 0.5}}),
-    ]
-    documents = [document(version, changes={"num_samples": 2}, **numbers) for version, numbers in values]
+    values: Any = {"1-4": {"greedy_accuracy": 0.5}, "1-8": {"mean_reward": 0.5}, "1-12": {"pass_at": {"2": 0.5}}}
+    documents = [document(version, changes={"num_samples": 2}, **numbers) for version, numbers in values.items()]
     assert best(*documents, section=section) == (expected, 0.5)
 
 
@@ -194,19 +167,11 @@ def test_an_evaluation_of_which_too_much_is_unknown_is_not_compared(metric: str,
 
     def best_beside(**unknown: int) -> tuple[str, float] | None:
         """The best of one with value 0.5, and one with value 1 and so many unknown scores, of 200 prompts."""
-        documents = [
-            document(
-                version,
-                num_prompts=200,
-                unknown=counts,
-                changes={"num_samples": 2},
-                accuracy=value,
-                greedy_accuracy=value,
-                mean_reward=value,
-                pass_at={"2": value},
-            )
-            for version, value, counts in (("1-4", 0.5, {}), ("1-8", 1.0, unknown))
-        ]
+        documents = []
+        for version, value, counts in (("1-4", 0.5, {}), ("1-8", 1.0, unknown)):
+            values: Any = dict.fromkeys(["accuracy", "greedy_accuracy", "mean_reward"], value)
+            fields: Any = {"num_prompts": 200, "unknown": counts, "changes": {"num_samples": 2}}
+            documents.append(document(version, **fields, **values, pass_at={"2": value}))
         return best(*documents, section=section, num_heldout=200)
 
     kind, other = ("greedy", "sample") if metric == "greedy_accuracy" else ("sample", "greedy")
@@ -230,18 +195,13 @@ def test_impossible_settings_are_refused_with_a_sentence(changes: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("field", "value"),
     [
-        {"rewards": [1e308, 1e308]},
-        {"rewards": [-1e16, 1.0]},
-        {"num_response_tokens": [2**80, 1]},
-        {"num_response_tokens": [-1, 1]},
-        {"num_wrong": 10**10},
-        {"num_raised": 10**10},
-        {"distinct_1": 1e308},
-        {"embedding_distance": -1e308},
+        *(("rewards", value) for value in ([1e308, 1e308], [-1e16, 1.0])),
+        *(("num_response_tokens", value) for value in ([2**80, 1], [-1, 1])),
+        *(("num_wrong", 10**10), ("num_raised", 10**10), ("distinct_1", 1e308), ("embedding_distance", -1e308)),
     ],
 )
-def test_a_result_with_a_huge_number_is_refused(fields: dict[str, Any]) -> None:
+def test_a_result_with_a_huge_number_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValidationError):
-        unit_results(**fields)
+        unit_results(**{field: value})

@@ -19,7 +19,7 @@ from tba_buffer.storage.keys import Keys
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import START, PolicyVersion
-from tests.support.buffer import begin_run, make_recipe, start_lineage
+from tests.support.buffer import make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import ask
 from tests.support.leases import make_step
@@ -29,8 +29,7 @@ KEYS = Keys("test")
 
 
 def filled(serve_buffer: ServeBuffer, **sections: Any) -> BufferClient:
-    client = serve_buffer(**sections).client()
-    begin_run(client, 4, per_prompt=4)
+    client, _ = serve_buffer(**sections).begin(4, per_prompt=4)
     return client
 
 
@@ -180,10 +179,8 @@ async def test_points_are_the_means_of_the_known_values_of_neighbours(world: Wor
     lines = [line(step, loss=value, **({"late": 1.0} if step > 90 else {})) for step, value in enumerate(values, 1)]
     world.append(*lines)
     found = await world.reader.read(max_points=10, from_step=2)
-    assert (found.num_steps, found.num_steps_per_point) == (102, 11)
-    assert found.first_steps == list(range(2, 104, 11))
-    assert found.steps == [*range(12, 104, 11), 103]
-    assert found.at_s == [100.0 + step for step in found.steps]
+    assert (found.num_steps, found.num_steps_per_point, found.first_steps) == (102, 11, list(range(2, 104, 11)))
+    assert (found.steps, found.at_s) == ([*range(12, 104, 11), 103], [100.0 + step for step in found.steps])
     for first, last, mean in zip(found.first_steps, found.steps, found.values["loss"], strict=True):
         known = [value for value in values[first - 1 : last] if value is not None]
         assert mean == (pytest.approx(np.mean(known)) if known else None)
@@ -202,5 +199,4 @@ async def test_the_number_of_metrics_is_bounded(world: World, monkeypatch: pytes
     monkeypatch.setattr(curves, "MAX_NAMES", 3)
     world.append(*(line(step, loss=1.0, **{f"made up {step}": 1.0}) for step in range(1, 9)))
     found = await world.reader.read()
-    assert found.names == ["loss", "made up 1", "made up 2"]
-    assert found.values["loss"] == [1.0] * 8
+    assert (found.names, found.values["loss"]) == (["loss", "made up 1", "made up 2"], [1.0] * 8)

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from tba.api import (
-    Lease,
-    LeaseRequest,
-    LedgerEntry,
-    LineageReply,
-    RunCommand,
-    SettingsInfo,
-    SettingsRequest,
-)
+from tba.api import Lease, LeaseRequest, LedgerEntry, LineageReply, RunCommand, SettingsInfo, SettingsRequest
 from tba.clients import BufferClient
 from tba.config import parse_live
 from tba.errors import ConfigError, ConflictError
@@ -47,8 +39,7 @@ def entries(client: BufferClient) -> list[LedgerEntry]:
 def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_what(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer(objective={"beta": 0.05}).client()
     before = client.settings()
-    assert (before.revision, before.settings.changed(), before.changes) == (0, {}, [])
-    assert before.now["beta"] == 0.05
+    assert (before.revision, before.settings.changed(), before.changes, before.now["beta"]) == (0, {}, [], 0.05)
     lineage = begin_run(client, 8, 3, per_prompt=6)
     step(client, lineage, 1)
 
@@ -56,8 +47,7 @@ def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_wha
     info = change(client, "it diverges", token=lineage.token, beta=0.2)
     assert info.revision == client.settings_revision == 2
     assert info.settings.changed() == parse_live({"beta": 0.2, "eval_every_steps": 7}).changed()
-    assert info.now["beta"] == 0.2
-    assert info.now["eval_every_steps"] == 7
+    assert (info.now["beta"], info.now["eval_every_steps"]) == (0.2, 7)
     assert info.recipe.beta is not None
     assert info.recipe.beta.value == 0.05
     assert [audit.revision for audit in info.changes] == [2]
@@ -65,24 +55,22 @@ def test_a_change_is_answered_with_what_holds_and_kept_with_who_when_why_and_wha
     first, second = client.settings().changes
     assert (first.role, first.reason, first.lineage, first.step) == ("operator", None, 1, 1)
     assert set(first.changes) == {"beta", "eval_every_steps"}
-    assert first.changes["eval_every_steps"].old is None
-    assert first.changes["eval_every_steps"].new == 7
+    assert (first.changes["eval_every_steps"].old, first.changes["eval_every_steps"].new) == (None, 7)
     assert (second.role, second.reason) == ("trainer", "it diverges")
     assert second.changes["beta"].old == first.changes["beta"].new == parse_live({"beta": LINEAR}).beta
     assert second.changes["beta"].new == parse_live({"beta": 0.2}).beta
     assert second.at_s >= first.at_s > 1e9
 
     back = change(client, beta=None)
-    assert set(back.settings.changed()) == {"eval_every_steps"}
-    assert back.now["beta"] == 0.05
+    assert (set(back.settings.changed()), back.now["beta"]) == ({"eval_every_steps"}, 0.05)
 
 
 def test_changes_are_read_from_a_revision_on(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     for i in range(1, 4):
         change(client, beta=float(i))
-    assert [audit.revision for audit in client.settings(after=1).changes] == [2, 3]
-    assert client.settings(after=1).next is None
+    newer = client.settings(after=1)
+    assert ([audit.revision for audit in newer.changes], newer.next) == ([2, 3], None)
     assert client.settings(after=2**53 - 1).changes == []
 
 
@@ -145,14 +133,12 @@ def test_changes_at_once_get_a_revision_each_and_none_is_lost(serve_buffer: Serv
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda request: buffer.client().change_settings(request), requests))
     info = buffer.client().settings()
-    assert info.revision == 4
-    assert set(info.settings.changed()) == set(names)
+    assert (info.revision, set(info.settings.changed())) == (4, set(names))
     assert [audit.revision for audit in info.changes] == [1, 2, 3, 4]
 
 
 def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = start_lineage(client)
+    lineage = start_lineage(client := serve_buffer().client())
     client.command("fail", RunCommand(token=lineage.token))
     assert change(client, learning_rate=1e-5).revision == 1
     client.command("done", RunCommand(token=lineage.token))
@@ -161,8 +147,7 @@ def test_a_run_that_failed_can_be_changed_and_one_that_is_done_cannot(serve_buff
 
 
 def test_m_holds_from_the_next_batch_that_is_drawn_and_the_ledger_has_it(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(sampling={"most_on_policy_prob": 0.0}).client()
-    lineage = begin_run(client, 8, 3, per_prompt=6)
+    client, lineage = serve_buffer(sampling={"most_on_policy_prob": 0.0}).begin(8, 3, per_prompt=6)
     assert step(client, lineage, 1) == {"recent": 0, "replay": 4}
     change(client, most_on_policy_prob=1)
     assert step(client, lineage, 2) == {"recent": 4, "replay": 0}
@@ -192,8 +177,7 @@ def test_leases_carry_the_temperature_to_sample_with(serve_buffer: ServeBuffer) 
 
 
 def test_the_ledger_has_the_revision_that_each_step_was_made_with(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = begin_run(client, 8, 3, per_prompt=6)
+    client, lineage = serve_buffer().begin(8, 3, per_prompt=6)
     change(client, beta=0.1)
     change(client, beta=0.2, learning_rate=1e-5)
     for number, revision in enumerate((0, 1, 2, 2), 1):
@@ -203,10 +187,10 @@ def test_the_ledger_has_the_revision_that_each_step_was_made_with(serve_buffer: 
 
 def test_settings_survive_a_restart_and_another_process_serves_them(serve_buffer: ServeBuffer) -> None:
     first = serve_buffer()
-    lineage = begin_run(first.client(), 8, 3, per_prompt=6)
-    change(first.client(), "warm", beta=LINEAR, sampling_temperature=0.6)
-    step(first.client(), lineage, 1, revision=1)
-    before = first.client().settings()
+    client, lineage = first.begin(8, 3, per_prompt=6)
+    change(client, "warm", beta=LINEAR, sampling_temperature=0.6)
+    step(client, lineage, 1, revision=1)
+    before = client.settings()
     first.stop()
     client = serve_buffer().client()
     assert client.settings() == before
@@ -224,8 +208,7 @@ def test_a_buffer_with_a_recipe_that_its_live_settings_do_not_go_with_does_not_s
     first = serve_buffer(objective={"preset": "grpo", "beta": 0.0})
     change(first.client(), learning_rate=1e-3, beta=0.0)
     first.stop()
-    with pytest.raises(
-        ConfigError, match=r"live settings \(revision 1\) that do not go with this recipe: .*beta cannot be 0"
-    ):
+    says = r"live settings \(revision 1\) that do not go with this recipe: .*beta cannot be 0"
+    with pytest.raises(ConfigError, match=says):
         check_redis(make_recipe(objective={"preset": "tb"}, buffer={"redis_url": redis.url}))
     check_redis(make_recipe(objective={"preset": "grpo", "beta": 0.0}, buffer={"redis_url": redis.url}))

@@ -50,8 +50,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
     serve_buffer: ServeBuffer, tmp_path: Path
 ) -> None:
     served = serve(serve_buffer, tmp_path)
-    client = served.client()
-    lineage = begin_run(client, 8, per_prompt=6)
+    client, lineage = served.begin(8, per_prompt=6)
     with pytest.raises(ConflictError, match=r"step 9; there is none so far \(trainer.checkpoint_interval"):
         client.rollback(RollbackRequest(step=9))
     train(client, lineage, range(1, 5))
@@ -117,8 +116,7 @@ def test_a_request_waits_forbids_further_steps_and_ends_with_the_lineage_that_ob
 def test_what_the_trainer_deletes_meanwhile_is_not_asked_for(
     serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = serve(serve_buffer, tmp_path).client()
-    lineage = begin_run(client, 8, per_prompt=6)
+    client, lineage = serve(serve_buffer, tmp_path).begin(8, per_prompt=6)
     train(client, lineage, range(1, 4))
     write_checkpoints(tmp_path, "1-1", "1-2", "1-3")
     listed = rollback.complete_versions
@@ -135,11 +133,8 @@ def test_what_the_trainer_deletes_meanwhile_is_not_asked_for(
     assert client.checkpoints() == ["1-3", "1-2"]
 
 
-def test_a_paused_run_rolls_back_and_stays_paused_and_a_stop_withdraws(
-    serve_buffer: ServeBuffer, tmp_path: Path
-) -> None:
-    client = serve(serve_buffer, tmp_path).client()
-    lineage = begin_run(client, 8, per_prompt=6)
+def test_a_paused_run_rolls_back_staying_paused_and_a_stop_withdraws(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+    client, lineage = serve(serve_buffer, tmp_path).begin(8, per_prompt=6)
     train(client, lineage, range(1, 3))
     write_checkpoints(tmp_path, "1-1", "1-2")
     client.command("pause", RunCommand())

@@ -56,10 +56,8 @@ def fill(admin: Client) -> None:
 @pytest.mark.parametrize(
     ("name", "bad", "good"),
     [
-        ("appendfsync", "everysec", "always"),
-        ("appendonly", "no", "yes"),
-        ("no-appendfsync-on-rewrite", "yes", "no"),
-        ("aof-load-truncated", "yes", "no"),
+        *(("appendfsync", "everysec", "always"), ("appendonly", "no", "yes")),
+        *((name, "yes", "no") for name in ("no-appendfsync-on-rewrite", "aof-load-truncated")),
     ],
 )
 def test_a_setting_that_is_not_durable_stops_every_write_until_it_is_fixed(

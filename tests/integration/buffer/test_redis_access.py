@@ -13,7 +13,7 @@ from tba_buffer.storage.durability import DurabilityCheck
 
 from tba.config.redis import redis_access
 from tba.errors import ConfigError
-from tests.support.buffer import make_payloads, make_prompts, make_recipe
+from tests.support.buffer import make_payloads, make_recipe
 from tests.support.buffer_fixtures import BufferThread
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 from tests.support.served_app import TLS_FOLDER
@@ -66,8 +66,7 @@ def test_rollouts_go_through_an_encrypted_redis_with_a_password(rediss: str, loc
     section = {"redis_url": rediss, "redis_password_file": password_file(tmp_path)}
     buffer = BufferThread(make_recipe(buffer=section, tls=AUTHORITY))
     try:
-        client = buffer.client()
-        client.upload_prompts(make_prompts(1))
+        client = buffer.with_prompts(1)
         client.push(make_payloads(["train-0"]))
         assert client.stats().num_rollouts == 4
     finally:

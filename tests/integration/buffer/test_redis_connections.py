@@ -19,8 +19,6 @@ from tba.config.redis import RedisAccess
 from tba.errors import UnavailableError
 from tests.support.redis_process import RedisProcess, start_redis
 
-# ---- The shared connection to Redis ---------------------------------------------------------------------------------
-
 
 async def nothing_more(connection: Any) -> None:
     await connection.on_connect()
@@ -172,8 +170,7 @@ async def test_a_connection_that_ends_in_the_middle_of_the_replies_is_replaced_a
         seen = b""
         while seen.count(b"ECHO") < 2:
             seen += await reader.read(65536)
-        is_first = num_connections == 1
-        writer.write(b"$3\r\nold\r\n$5\r\nxy" if is_first else b"$1\r\na\r\n$1\r\nb\r\n")
+        writer.write(b"$3\r\nold\r\n$5\r\nxy" if num_connections == 1 else b"$1\r\na\r\n$1\r\nb\r\n")
         await writer.drain()
         writer.close()
 
@@ -189,9 +186,7 @@ async def test_a_connection_that_ends_in_the_middle_of_the_replies_is_replaced_a
     await server.wait_closed()
 
 
-async def test_a_dead_connection_is_replaced_and_the_call_repeated_once(
-    client: Redis, line: MultiplexedConnection
-) -> None:
+async def test_a_dead_connection_is_replaced_and_calls_sent_again(client: Redis, line: MultiplexedConnection) -> None:
     await line.run(("PING",))
     await client.client_kill_filter(_type="normal", skipme=True)
     assert await asyncio.gather(*(line.run(("ECHO", str(i))) for i in range(5))) == [[b"%d" % i] for i in range(5)]
@@ -250,10 +245,9 @@ async def test_closing_ends_what_waits(client: Redis) -> None:
     await line.aclose()
 
 
-# ---- A connection to Redis that uvloop has already closed is a lost connection, not a defect of the buffer ----------
-
-
 def run(redis: RedisProcess, check: Any) -> None:
+    """As under uvloop, where a connection that it has closed is a lost one, and not a defect of the buffer."""
+
     async def work() -> None:
         client = connect(RedisAccess(redis.url), nothing_more)
         try:

@@ -94,8 +94,7 @@ def beat(world: World) -> None:
 def test_five_lost_pushes_are_refused_until_an_operator_accepts_the_loss(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(5):
-        world.push()
+    world.push(5)
     world.restart_over("older")
     world.refused("lost data of this run: 5 acknowledged changes")
     before = world.client.stats().num_rollouts
@@ -118,18 +117,15 @@ def test_five_lost_pushes_are_refused_until_an_operator_accepts_the_loss(
 
 
 @pytest.mark.parametrize("first", ["older", None], ids=["an older copy", "an empty folder"])
-def test_a_redis_that_comes_back_whole_is_accepted_without_a_restart_of_the_buffer(
-    world: World, first: str | None
-) -> None:
+def test_a_redis_that_comes_back_whole_is_accepted_by_the_same_buffer(world: World, first: str | None) -> None:
     world.push()
     world.redis.kill()
     world.copy("whole")
     world.redis.start()
     world.restart_over(first)
     world.refused(LOST)
-    assert world.client.stats().num_rollouts == (
-        12 if first else 0
-    )  # reading continues, and what was read is forgotten
+    num_read = 12 if first else 0  # reading continues, and what was read is forgotten
+    assert world.client.stats().num_rollouts == num_read
     world.restart_over("whole")
     world.accepted()
     assert world.outcomes_again() == {"duplicate"}
@@ -166,13 +162,11 @@ def test_what_is_refused_over_an_emptied_redis_begins_no_run_in_it(world: World)
 
 
 def test_a_buffer_that_was_started_again_over_an_older_copy_hears_of_it_from_the_trainer(world: World) -> None:
-    for _ in range(2):
-        world.push()
+    world.push(2)
     beat(world)
     world.restart_over("older")
     world.start_buffer()
-    for _ in range(4):  # more than was lost: Redis counts at least as many as the trainer knows
-        world.push()
+    world.push(4)  # more than was lost: Redis counts at least as many as the trainer knows
     beat(world)
     world.refused("lost data of this run: 2 acknowledged changes")
     world.start_buffer()  # the trainer's knowledge survives the restart
@@ -186,8 +180,7 @@ def test_a_buffer_that_was_started_again_over_an_older_copy_hears_of_it_from_the
 
 def test_a_claim_that_is_made_again_is_no_new_loss(world: World) -> None:
     """The answer to the heartbeat that made it was lost, or another trainer got the same."""
-    for _ in range(5):
-        world.push()
+    world.push(5)
     beat(world)
     said = world.heard
     world.restart_over("older")
@@ -205,8 +198,7 @@ def test_a_claim_that_is_made_again_is_no_new_loss(world: World) -> None:
 
 def test_a_loss_is_found_again_by_a_buffer_over_a_redis_that_was_restored_once_more(world: World) -> None:
     """The note of the loss went with it, and what the trainer said then was all that was left."""
-    for _ in range(5):
-        world.push()
+    world.push(5)
     beat(world)
     for _ in range(2):
         world.restart_over("older")
@@ -247,9 +239,8 @@ def test_a_run_in_another_storage_format_is_refused_in_a_sentence(world: World, 
     with Redis.from_url(world.redis.url, decode_responses=True) as admin:
         assert admin.get("tba:test:format") == FORMAT_TEXT
         starts = admin.get("tba:test:replica")
-        if found is None:
-            admin.delete("tba:test:format")
-        else:
+        admin.delete("tba:test:format")
+        if found is not None:
             admin.set("tba:test:format", found)
         with pytest.raises(ConfigError, match=says) as refused:
             check_redis(world.recipe)

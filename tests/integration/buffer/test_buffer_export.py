@@ -22,10 +22,9 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, NotFoundError, NotInstalledError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout
-from tests.support.buffer_fixtures import BufferThread, ServeBuffer
+from tests.support.buffer import make_payloads, make_rollout
+from tests.support.buffer_fixtures import BufferThread, ServeBuffer, without_constants
 from tests.support.leases import draw
-from tests.support.redis_process import RedisProcess
 from tests.support.waits import until
 
 TABLE = parquet.RolloutExports._table
@@ -35,8 +34,7 @@ TABLE = parquet.RolloutExports._table
 def served(serve_buffer: ServeBuffer) -> BufferThread:
     """A buffer with 12 plain rollouts and one that has everything."""
     served = serve_buffer()
-    client = served.client()
-    lineage = begin_run(client, 4)
+    client, lineage = served.begin(4)
     client.push(make_payloads(["train-0", "train-1", "train-2"]))
     full = make_rollout(
         "train-3",
@@ -97,8 +95,7 @@ def test_filters_choose_and_tokens_may_be_left_out(served: BufferThread, tmp_pat
 def test_a_row_group_is_written_at_a_time(
     served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet, "GROUP_ROLLOUTS", 5)
-    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 3)
+    without_constants(monkeypatch, {"GROUP_ROLLOUTS": 5, "CHUNK_ROLLOUTS": 3})
     path = tmp_path / "out.parquet"
     served.client().export_rollouts(path)
     metadata = pq.ParquetFile(path).metadata
@@ -106,13 +103,12 @@ def test_a_row_group_is_written_at_a_time(
 
 
 def test_what_is_damaged_is_shown_as_such_and_what_is_gone_is_left_out(
-    served: BufferThread, redis: RedisProcess, tmp_path: Path
+    served: BufferThread, raw: Redis, tmp_path: Path
 ) -> None:
     client = served.client()
     ids = [info.rollout_id for info in client.list_rollouts(order="oldest", limit=100).rollouts]
-    with Redis.from_url(redis.url) as raw:
-        raw.hset("tba:test:payloads", bytes.fromhex(ids[1]), b"\x00junk")  # pyright: ignore[reportArgumentType]
-        raw.hdel("tba:test:payloads", bytes.fromhex(ids[2]))  # pyright: ignore[reportArgumentType]
+    raw.hset("tba:test:payloads", bytes.fromhex(ids[1]), b"\x00junk")  # pyright: ignore[reportArgumentType]
+    raw.hdel("tba:test:payloads", bytes.fromhex(ids[2]))  # pyright: ignore[reportArgumentType]
     rows = exported(client, tmp_path)
     assert [row["rollout_id"] for row in rows] == [*ids[:2], *ids[3:]]
     assert (rows[1]["reward_status"], rows[1]["response_tokens"]) == ("failed", [])
@@ -121,13 +117,10 @@ def test_what_is_damaged_is_shown_as_such_and_what_is_gone_is_left_out(
     assert num_evicted(tmp_path / "out.parquet") == 1
 
 
-def test_an_export_that_is_cut_leaves_no_file(
-    served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_export_leaves_no_file(served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.parquet"
     path.write_bytes(b"of yesterday")
-    monkeypatch.setattr(parquet, "GROUP_ROLLOUTS", 5)
-    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 3)
+    without_constants(monkeypatch, {"GROUP_ROLLOUTS": 5, "CHUNK_ROLLOUTS": 3})
     write, calls = parquet.RolloutExports._table, []
 
     def fails_later(*args: Any) -> Any:
@@ -146,9 +139,7 @@ def test_an_export_that_is_cut_leaves_no_file(
     assert pq.read_table(path).num_rows == 14
 
 
-def test_refusals_say_why_and_leave_no_file(
-    served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_say_why_without_a_file(served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, path = served.client(), tmp_path / "out.parquet"
     with pytest.raises(NotFoundError, match="prompt_id 'nothing' was never uploaded"):
         client.export_rollouts(path, prompt_id="nothing")
@@ -166,21 +157,17 @@ def test_refusals_say_why_and_leave_no_file(
         assert (reply.status_code, reply.json()["type"]) == (501, "urn:tba:problem:not-installed")
     assert list(tmp_path.iterdir()) == []
     reply = httpx2.get(f"{served.url}/v1/rollouts.parquet?prompt_id=train-3")
-    assert reply.headers["content-type"] == "application/vnd.apache.parquet"
-    assert reply.content[-4:] == b"PAR1"
+    assert (reply.headers["content-type"], reply.content[-4:]) == ("application/vnd.apache.parquet", b"PAR1")
 
 
 @pytest.mark.parametrize("reader", ["hangs up", "sleeps"])
 def test_an_export_that_nobody_reads_makes_room_for_the_next(
-    serve_buffer: ServeBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+    serve_buffer: ServeBuffer, tmp_path: Path, reader: str
 ) -> None:
-    for name, value in {"MAX_EXPORTS": 1, "GROUP_ROLLOUTS": 1, "READ_S": 0.5 if reader == "sleeps" else 60.0}.items():
-        monkeypatch.setattr(parquet, name, value)
-    monkeypatch.setattr("tba_buffer.rollouts.queries.CHUNK_ROLLOUTS", 1)
-    served = serve_buffer()
+    constants = {"MAX_EXPORTS": 1, "GROUP_ROLLOUTS": 1, "CHUNK_ROLLOUTS": 1}
+    served = serve_buffer(buffer={**constants, "READ_S": 0.5 if reader == "sleeps" else 60.0})
     served.hold_little()
-    client = served.client()
-    client.upload_prompts(make_prompts(1))
+    client = served.with_prompts(1)
     logprobs = -np.random.default_rng(0).random(100_000, dtype=np.float32)
     for _ in range(20):
         client.push([encode_rollout(make_rollout(num_tokens=100_000, sampler_logprobs=logprobs))])

@@ -15,10 +15,9 @@ from tba.clients import BufferClient
 from tba.errors import NotFoundError
 from tba.versions import START, PolicyVersion
 from tba.wire import RefLogprob, Rollout, Sampling, VersionSpan, encode_rollout
-from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import draw, make_step
-from tests.support.redis_process import RedisProcess
 
 
 @pytest.fixture
@@ -130,13 +129,10 @@ def test_large_payloads_are_read_a_few_at_a_time(varied: BufferThread, monkeypat
     assert len(walk(varied.client(), limit=20, searcher_id="b")) == 15
 
 
-def test_a_damaged_rollout_matches_no_filter_of_its_payload_and_is_shown_without_one(
-    varied: BufferThread, redis: RedisProcess
-) -> None:
+def test_a_damaged_rollout_matches_no_payload_filter_and_is_shown_without_one(varied: BufferThread, raw: Redis) -> None:
     client = varied.client()
     bad = client.list_rollouts(limit=1).rollouts[0].rollout_id
-    with Redis.from_url(redis.url) as raw:
-        raw.hset("tba:test:payloads", bytes.fromhex(bad), b"\x00junk")  # pyright: ignore[reportArgumentType]
+    raw.hset("tba:test:payloads", bytes.fromhex(bad), b"\x00junk")  # pyright: ignore[reportArgumentType]
     assert bad not in {info.rollout_id for info in walk(client, limit=50, contains="answer")}
     assert client.list_rollouts(limit=1).rollouts[0].reward_status == "failed"
     detail = client.get_rollout(bad)
@@ -145,8 +141,7 @@ def test_a_damaged_rollout_matches_no_filter_of_its_payload_and_is_shown_without
 
 def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> None:
     scorers = [{"kind": "format", "pattern": "x", "gate": 1.0}, {"kind": "exact", "weight": 0.5}]
-    client = serve_buffer(reward={"tasks": {"addition": {"scorers": scorers}}}).client()
-    lineage = begin_run(client, 4)
+    client, lineage = serve_buffer(reward={"tasks": {"addition": {"scorers": scorers}}}).begin(4)
     parts = {"format": 1.0, "exact": 2.0, "older": 3.0}
     client.push(make_payloads([f"train-{i}" for i in range(4)], reward_parts=parts))
     assert {info.num_batches for info in client.list_rollouts().rollouts} == {0}
@@ -160,8 +155,7 @@ def test_parts_and_batches_of_a_rollout_are_shown(serve_buffer: ServeBuffer) -> 
 
 
 def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    begin_run(client, 1)
+    client, _ = serve_buffer().begin(1)
     rollout: Rollout = make_rollout(
         num_tokens=5,
         response_text="x" * 2000 + "é",
@@ -185,8 +179,7 @@ def test_one_rollout_is_shown_whole(serve_buffer: ServeBuffer) -> None:
 
 
 def test_policy_age_is_that_of_now(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = begin_run(client, 4)
+    client, lineage = serve_buffer().begin(4)
     client.push([encode_rollout(make_rollout(f"train-{i}", reward=1.0)) for i in range(4) for _ in range(4)])
     assert client.list_rollouts().rollouts[0].policy_age_steps == 0
     for step in (1, 2):

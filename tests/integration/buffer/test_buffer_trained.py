@@ -11,19 +11,16 @@ import pytest
 from tba_buffer.rollouts.trained_steps import RECORDS_PER_READ, TrainedSteps, encode_trained
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.storage.context import Context
-from tba_buffer.storage.keys import Keys
 
 from tba.api import AckRequest, LineageReply, RolloutDetail, TrainedRollouts
 from tba.clients import BufferClient
 from tba.errors import BadRequestError
 from tba.versions import PolicyVersion
 from tba.wire import Batch
-from tests.support.buffer import begin_run, make_recipe, start_lineage
+from tests.support.buffer import make_recipe, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.leases import draw
 from tests.support.redis_process import RedisProcess
-
-KEYS = Keys("test")
 
 
 def ids_of(batch: Batch) -> list[str]:
@@ -58,9 +55,7 @@ def trained_steps(client: BufferClient) -> tuple[int, int]:
 
 
 def test_a_rollout_says_what_each_step_made_of_it(serve_buffer: ServeBuffer) -> None:
-    served = serve_buffer()
-    client = served.client()
-    lineage = begin_run(client, 4, per_prompt=4)
+    client, lineage = serve_buffer().begin(4, per_prompt=4)
     batch = draw(client, lineage, 1)
     ids = ids_of(batch)
     before = client.get_rollout(ids[0])
@@ -85,8 +80,7 @@ def test_a_rollout_says_what_each_step_made_of_it(serve_buffer: ServeBuffer) -> 
 
 
 def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = begin_run(client, 4, per_prompt=4)
+    client, lineage = serve_buffer().begin(4, per_prompt=4)
     batch = draw(client, lineage, 1)
     ids = ids_of(batch)
     fields = {"lineage": 1, "step": 1, "token": lineage.token, "refused": {"too-long": 4}}
@@ -100,25 +94,17 @@ def test_refused_rollouts_are_not_reported(serve_buffer: ServeBuffer) -> None:
 
 
 def test_the_newest_steps_are_kept_and_the_others_counted(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"MAX_TRAINED_STEPS": 2}).client()
-    lineage = begin_run(client, 4, per_prompt=4)
+    client, lineage = serve_buffer(buffer={"MAX_TRAINED_STEPS": 2}).begin(4, per_prompt=4)
     seen = []
     for step in range(1, 6):
-        rollout_id = make_step(client, lineage, step)[0]
-        detail = client.get_rollout(rollout_id)
+        detail = client.get_rollout(make_step(client, lineage, step)[0])
         seen.append((versions(detail), detail.trained_since, trained_steps(client)))
-    assert seen == [
-        (["1-1"], "1-1", (1, 0)),
-        (["1-1", "1-2"], "1-1", (2, 0)),
-        (["1-2", "1-3"], "1-2", (2, 1)),
-        (["1-3", "1-4"], "1-3", (2, 2)),
-        (["1-4", "1-5"], "1-4", (2, 3)),
-    ]
+    newest = [([f"1-{step - 1}", f"1-{step}"], f"1-{step - 1}", (2, step - 2)) for step in range(2, 6)]
+    assert seen == [(["1-1"], "1-1", (1, 0)), *newest]
 
 
 def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    lineage = begin_run(client, 4, per_prompt=4)
+    client, lineage = serve_buffer().begin(4, per_prompt=4)
     ids = make_step(client, lineage, 1, trained=None)
     make_step(client, lineage, 2, trained=trained_of([], 2))
     detail = client.get_rollout(ids[0])
@@ -127,8 +113,7 @@ def test_acks_of_older_trainers_keep_none(serve_buffer: ServeBuffer) -> None:
 
 def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_buffer: ServeBuffer) -> None:
     first = serve_buffer()
-    client = first.client()
-    lineage = begin_run(client, 4, per_prompt=4)
+    client, lineage = first.begin(4, per_prompt=4)
     ids, *_ = [make_step(client, lineage, step) for step in (1, 2, 3)]
     known = client.get_rollout(ids[5])
     assert versions(known) == ["1-1", "1-2", "1-3"]
@@ -137,21 +122,14 @@ def test_a_restarted_buffer_still_knows_and_marks_what_a_resume_abandons(serve_b
     assert client.get_rollout(ids[5]).trained == known.trained
     resumed = start_lineage(client, PolicyVersion(1, 1))
     make_step(client, resumed, 2)
-    steps = client.get_rollout(ids[5]).trained
-    assert [(step.version, step.abandoned) for step in steps] == [
-        ("1-1", False),
-        ("1-2", True),
-        ("1-3", True),
-        ("2-2", False),
-    ]
+    steps = {step.version: step.abandoned for step in client.get_rollout(ids[5]).trained}
+    assert list(steps.items()) == [("1-1", False), ("1-2", True), ("1-3", True), ("2-2", False)]
 
 
-def _record(rollout_ids: Sequence[bytes], *, lineage: int, step: int) -> bytes:
-    num = len(rollout_ids)
-    trained = TrainedRollouts(
-        rollout_ids=[each.hex() for each in rollout_ids], advantages=[float(step)] * num, weights=[1.0] * num
-    )
-    return encode_trained(AckRequest(lineage=lineage, step=step, token="t", trained=trained), acked_at_s=float(step))
+def record(rollout_ids: Sequence[bytes], step: int) -> bytes:
+    ids, num = [each.hex() for each in rollout_ids], len(rollout_ids)
+    trained = TrainedRollouts(rollout_ids=ids, advantages=[float(step)] * num, weights=[1.0] * num)
+    return encode_trained(AckRequest(lineage=0, step=step, token="t", trained=trained), acked_at_s=float(step))
 
 
 def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +146,7 @@ def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatc
         reader = TrainedSteps(context, lineages := Lineages(context))
         await lineages.load()
         assert await reader.of(known[0]) == ([], None)
-        await context.redis.rpush(key, *(_record(ids, lineage=0, step=n) for n, ids in enumerate(steps, 1)))
+        await context.redis.rpush(key, *(record(ids, n) for n, ids in enumerate(steps, 1)))
         for each in rng.sample(known, 3):
             found, since = await reader.of(each)
             expected = [n for n, ids in enumerate(steps, 1) for other in ids if other == each]
@@ -179,7 +157,7 @@ def test_what_is_read_in_pages_is_what_redis_has(redis: RedisProcess, monkeypatc
         async def read_and_ack(*args: Any) -> list[bytes]:
             nonlocal num_steps
             page, num_steps = await lrange(*args), num_steps + 1
-            await context.redis.rpush(key, _record([known[0]], lineage=0, step=num_steps))
+            await context.redis.rpush(key, record([known[0]], num_steps))
             await context.redis.ltrim(key, 1, -1)
             return page
 

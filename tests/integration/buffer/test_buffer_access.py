@@ -39,10 +39,7 @@ def test_every_role_may_do_its_work_and_nothing_else(serve_buffer: ServeBuffer) 
         "change settings": (lambda c: c.change_settings(change), {"operator", "trainer"}),
         "resume": (lambda c: c.command("resume", RunCommand()), {"operator"}),
         "lineage": (lambda c: start_lineage(c), {"trainer"}),
-        "draw": (
-            lambda c: c.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token="stale")),
-            {"trainer"},
-        ),
+        "draw": (lambda c: c.draw_batch(BatchRequest(trainer_id="t", lineage=1, step=1, token="stale")), {"trainer"}),
         "done": (lambda c: c.command("done", RunCommand(token="stale")), {"trainer"}),
         "fail": (lambda c: c.command("fail", RunCommand(token="stale")), {"trainer"}),
         "accept loss": (lambda c: c.command("accept-loss", RunCommand()), {"operator"}),
@@ -130,15 +127,13 @@ def is_busy(buffer: BufferThread, payloads: list[bytes]) -> BusyError | None:
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(serve_buffer: ServeBuffer, declared: bool) -> None:
     buffer = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": LIMIT, "max_body_bytes": 2_000_000})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(1))
+    client = buffer.with_prompts(1)
     payloads = make_payloads(["train-0"])
     body = encode_push(payloads)
     with half_a_push(buffer, body[:100], length=LIMIT - 100 if declared else None):
         busy = until("refused", lambda: is_busy(buffer, payloads))
         assert busy is not None
-        assert busy.wait == "push-memory"
-        assert busy.retry_after_s == 0.5
+        assert (busy.wait, busy.retry_after_s) == ("push-memory", 0.5)
         large = make_payloads(["train-0"], num_tokens=40_000)  # more than the sockets hold, not read, and yet answered
         with pytest.raises(BusyError):
             client.push(large)
@@ -148,8 +143,7 @@ def test_a_push_beyond_the_bound_comes_back_and_is_stored_later(serve_buffer: Se
 
 
 def test_a_body_that_is_alone_is_admitted_whatever_its_size(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": 1024}).client()
-    client.upload_prompts(make_prompts(1))
+    client = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": 1024}).with_prompts(1)
     for _ in range(3):  # and what it took is given back
         client.push(make_payloads(["train-0"], num_tokens=500))
     assert client.stats().num_rollouts == 12

@@ -53,14 +53,13 @@ def counts(stats: Stats) -> Stats:
 
 
 def test_bodies_that_cannot_be_meant_are_refused_and_change_nothing(serve_buffer: ServeBuffer) -> None:
-    buffer = serve_buffer()
-    client = buffer.client()
+    client = serve_buffer().client()
     token = begin_run(client, 2, 2).token
     before = stored_run(client), counts(client.stats())
     wrong = []
     for path, body in BODIES:
         content = json.dumps(body).replace("TOKEN", token)
-        reply = httpx2.post(buffer.url + path, content=content, headers=JSON, timeout=60)
+        reply = httpx2.post(client.base_url + path, content=content, headers=JSON, timeout=60)
         if reply.status_code != 422 or reply.json()["type"] != "urn:tba:problem:invalid-body":
             wrong.append((path, body, reply.status_code, reply.text))
     assert wrong == []

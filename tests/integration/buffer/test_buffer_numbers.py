@@ -16,7 +16,7 @@ from tba_buffer.storage.keys import Keys
 
 from tba.fields import MAX_NUMBER
 from tba.wire import Rollout, encode_rollout
-from tests.support.buffer import begin_run, make_prompts, make_rollout, start_lineage
+from tests.support.buffer import make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import read_everything
 from tests.support.leases import request_eval
@@ -46,8 +46,7 @@ def changed(rollout: Rollout, fields: Mapping[str, Any]) -> bytes:
 
 
 def test_a_pushed_number_that_is_too_large_costs_its_own_rollout_alone(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer().client()
-    begin_run(client, 2)
+    client, _ = serve_buffer().begin(2)
     payloads = [changed(make_rollout(), fields) for fields in EXTREME_ROLLOUTS.values()]
     reply = client.push([*payloads, encode_rollout(make_rollout(reward=float(MAX_NUMBER)))])
     outcomes = dict(zip([*EXTREME_ROLLOUTS, "the largest"], reply.outcomes, strict=True))
@@ -66,8 +65,7 @@ def test_a_huge_reward_of_a_scorer_is_a_failure_of_its_item_and_never_a_reward(
 ) -> None:
     odd = {"huge": 1e308, "long": float(10**300), "nan": float("nan"), "fine": 3.0}
     reward.score = lambda item: odd[item["response"]]
-    client = serve_buffer(**sections(reward)).client()
-    begin_run(client, 1)
+    client, _ = serve_buffer(**sections(reward)).begin(1)
     client.push([encode_rollout(make_rollout(reward=None, response_text=text)) for text in odd])
     until("all are scored", lambda: statuses(client)[1] == 0)
     found = {item.response_text: (item.reward, item.reward_reason) for item in client.list_rollouts().rollouts}
@@ -80,23 +78,16 @@ def test_a_huge_reward_of_a_scorer_is_a_failure_of_its_item_and_never_a_reward(
     read_everything(client.base_url)
 
 
-def store(server: RedisProcess) -> Redis:
-    return Redis.from_url(server.url)
-
-
-def test_an_id_of_an_evaluation_that_is_no_text_hides_no_other(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
-    client = serve_buffer().client()
-    client.upload_prompts(make_prompts(2, 3))
+def test_an_id_of_an_evaluation_that_is_no_text_hides_no_other(serve_buffer: ServeBuffer, raw: Redis) -> None:
+    client = serve_buffer().with_prompts(2, 3)
     info = request_eval(client, start_lineage(client))
-    with store(redis) as known:
-        known.rpush(KEYS.eval_order, b"\xff\xfe")
+    raw.rpush(KEYS.eval_order, b"\xff\xfe")
     assert [item.eval_id for item in client.run().evals] == [info.eval_id]
 
 
 def test_a_reward_that_an_older_buffer_stored_is_failed(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
     buffer = serve_buffer()
-    client = buffer.client()
-    begin_run(client, 2, 3)
+    client, _ = buffer.begin(2, 3)
     with pytest.MonkeyPatch.context() as older:
         older.setattr("tba.wire.rollout.is_bounded", np.isfinite)
         older.setattr("tba_buffer.index.rollout_index.MAX_NUMBER", 1.7e308)
@@ -115,16 +106,14 @@ def test_a_reward_that_an_older_buffer_stored_is_failed(serve_buffer: ServeBuffe
 
 
 def test_a_pending_rollout_that_cannot_be_read_is_failed_and_the_others_are_scored(
-    serve_buffer: ServeBuffer, redis: RedisProcess, reward: RewardServer
+    serve_buffer: ServeBuffer, raw: Redis, reward: RewardServer
 ) -> None:
     reward.gate.clear()
     first = serve_buffer(**sections(reward, buffer={"SCORE_EVERY_S": 1000.0}))
-    client = first.client()
-    begin_run(client, 1)
+    client, _ = first.begin(1)
     client.push([encode_rollout(make_rollout(reward=None)) for _ in range(4)])
     bad = client.list_rollouts(order="oldest").rollouts[0].rollout_id
-    with store(redis) as known:
-        known.hset(KEYS.payloads, bytes.fromhex(bad), b"\xff\x00")
+    raw.hset(KEYS.payloads, bytes.fromhex(bad), b"\xff\x00")
     reward.gate.set()
     first.stop()
     client = serve_buffer(**sections(reward)).client()

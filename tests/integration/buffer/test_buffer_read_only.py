@@ -16,25 +16,18 @@ from tba.wire import encode_rollout
 from tests.support.buffer import make_heartbeat, make_prompts, make_rollout
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.buffer_reads import READS, ask, readyz
-from tests.support.redis_process import RedisProcess
 
 WHY = "this run is over since 2026-01-01 00:00:00: it is done"
 TOKENS = {role: f"token-of-the-{role}" for role in ("searcher", "trainer", "operator", "viewer")}
 
 
-def stored(redis: RedisProcess) -> dict[bytes, Any]:
+def stored(raw: Redis) -> dict[bytes, Any]:
     """Return all that Redis has; DUMP would show also how it orders a hash in memory."""
-    with Redis.from_url(redis.url) as client:
-        read: dict[bytes, Callable[[bytes], Any]] = {
-            b"string": client.get,
-            b"hash": client.hgetall,
-            b"list": lambda key: client.lrange(key, 0, -1),
-            b"set": client.smembers,
-            b"zset": lambda key: client.zrange(key, 0, -1, withscores=True),
-            b"stream": client.xrange,
-        }
-        keys: Any = client.keys("*")
-        return {key: read[client.type(key)](key) for key in keys}  # pyright: ignore[reportArgumentType]
+    read: dict[bytes, Callable[[bytes], Any]] = {b"string": raw.get, b"hash": raw.hgetall, b"stream": raw.xrange}
+    read |= {b"set": raw.smembers, b"list": lambda key: raw.lrange(key, 0, -1)}
+    read[b"zset"] = lambda key: raw.zrange(key, 0, -1, withscores=True)
+    keys: Any = raw.keys("*")
+    return {key: read[raw.type(key)](key) for key in keys}  # pyright: ignore[reportArgumentType]
 
 
 def fill(client: BufferClient, *, num: int = 10) -> list[str]:
@@ -48,11 +41,11 @@ def fill(client: BufferClient, *, num: int = 10) -> list[str]:
     return [rollout.rollout_id.hex() for rollout in rollouts]
 
 
-def test_it_shows_everything_and_changes_nothing(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+def test_it_shows_everything_and_changes_nothing(serve_buffer: ServeBuffer, raw: Redis) -> None:
     first = serve_buffer()
     ids = fill(first.client())
     first.stop()
-    before = stored(redis)
+    before = stored(raw)
 
     # every limit is passed, and a reward service could be asked
     section = {"read_only": WHY, "max_rollouts": 8, "SCORE_EVERY_S": 0.05}
@@ -74,15 +67,15 @@ def test_it_shows_everything_and_changes_nothing(serve_buffer: ServeBuffer, redi
     # silent for longer than a normal buffer remembers: shown all the same
     view.ahead_s = 7200.0
     assert {item.component_id for item in client.run().components} == {"buffer", "searcher-0", "trainer-0"}
-    assert stored(redis) == before
+    assert stored(raw) == before
 
 
-def test_every_write_is_refused_with_the_reason(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+def test_every_write_is_refused_with_the_reason(serve_buffer: ServeBuffer, raw: Redis) -> None:
     first = serve_buffer()
     fill(first.client())
     first.stop()
     view = serve_buffer(buffer={"read_only": WHY})
-    before = stored(redis)
+    before = stored(raw)
     client = view.client()
     for write in (
         lambda: client.command("resume", RunCommand()),
@@ -103,12 +96,11 @@ def test_every_write_is_refused_with_the_reason(serve_buffer: ServeBuffer, redis
     for method, path in operations:
         status, answer = ask(view.url, path.replace("{name}", "n"), method, {})
         assert (status, WHY in json.loads(answer)["detail"]) == (409, True), (method, path, answer)
-    assert stored(redis) == before
+    assert stored(raw) == before
 
 
 def test_it_does_not_take_the_run_from_its_buffer(serve_buffer: ServeBuffer) -> None:
-    owner = serve_buffer()
-    client = owner.client()
+    client = serve_buffer().client()
     fill(client)
     view = serve_buffer(buffer={"read_only": WHY})
     assert view.client().run().read_only
@@ -126,15 +118,14 @@ def test_tokens_are_checked_before_the_refusal(serve_buffer: ServeBuffer) -> Non
     assert view.client(token=TOKENS["viewer"]).run().read_only
 
 
-def test_a_loss_of_redis_is_shown_and_not_accepted(serve_buffer: ServeBuffer, redis: RedisProcess) -> None:
+def test_a_loss_of_redis_is_shown_and_not_accepted(serve_buffer: ServeBuffer, raw: Redis) -> None:
     first = serve_buffer()
     fill(first.client())
     first.stop()
-    with Redis.from_url(redis.url) as client:
-        client.hset("tba:test:run", "changes_missing", "5")
-    before = stored(redis)
+    raw.hset("tba:test:run", "changes_missing", "5")
+    before = stored(raw)
     view = serve_buffer(buffer={"read_only": WHY})
     info = view.client().run()
     assert "5 acknowledged changes are missing" in (info.loss or "")
     assert readyz(view.url)[0] == 200, "it is ready to be looked at"
-    assert stored(redis) == before
+    assert stored(raw) == before

@@ -61,8 +61,7 @@ def test_a_stalled_body_is_given_up_and_what_it_held_is_free(
 ) -> None:
     monkeypatch.setattr(service_app, "BODY_IDLE_S", 1.0)
     buffer = serve_buffer(buffer={"MAX_INFLIGHT_BYTES": 20_000, "max_body_bytes": 2_000_000})
-    client = buffer.client()
-    client.upload_prompts(make_prompts(1))
+    client = buffer.with_prompts(1)
     with connect(buffer) as sock:
         sock.sendall(head("/v1/rollouts", "content-length: 19999") + b"\x82")
         reply = read_all(sock)  # the server closes
@@ -96,8 +95,7 @@ def test_a_body_that_drips_is_given_up(serve_buffer: ServeBuffer, monkeypatch: p
 
 def test_long_heads_and_large_bodies_pass(serve_buffer: ServeBuffer) -> None:
     buffer = serve_buffer()
-    client = buffer.client()
-    client.upload_prompts(make_prompts(1))
+    client = buffer.with_prompts(1)
     client.push(make_payloads(["train-0"], num_tokens=40_000))
     with connect(buffer) as sock:
         ask = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"a" * 48 * 1024 + b"\r\n"

@@ -11,13 +11,7 @@ from pyarrow.parquet import read_metadata
 from redis import Redis
 from tba_buffer.storage.keys import Keys
 
-from tba.api import (
-    EvalRequest,
-    EvalResult,
-    EvalResults,
-    LineageRequest,
-    VersionRequest,
-)
+from tba.api import EvalRequest, EvalResult, EvalResults, LineageRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.weights import checkpoint_prefix
 from tests.support.browser import Open, until
@@ -49,8 +43,7 @@ def test_overview_shows_how_the_run_learns(trained: BufferThread, open_page: Ope
         assert fact in tokens
     # every panel says how to read it
     assert page.locator(".panel").count() == page.locator(".panel > .how").count() > 10
-    assert watched.errors == []
-    assert watched.hosts == {trained.url.split("//")[1]}
+    assert (watched.errors, watched.hosts) == ([], {trained.url.split("//")[1]})
 
 
 def test_zoom_and_hover_of_a_chart_stay_while_the_page_updates(trained: BufferThread, open_page: Open) -> None:
@@ -193,9 +186,7 @@ def test_searchers_settings_and_ledger_are_there(trained: BufferThread, open_pag
     assert watched.errors == []
 
 
-def test_buttons_act_and_leave_their_reason_in_the_audit(
-    trained: BufferThread, open_page: Open, tmp_path: Path
-) -> None:
+def test_buttons_act_and_leave_reasons_in_the_audit(trained: BufferThread, open_page: Open, tmp_path: Path) -> None:
     checkpoints = tmp_path / checkpoint_prefix("test")
     page, watched = open_page(trained)
     page.click("#commands >> text=Evaluate")

@@ -98,9 +98,7 @@ IN_THE_COLOURS_OF_THE_SCHEME = """(() => {
 
 
 @pytest.mark.nightly
-def test_axe_finds_nothing_serious_and_a_phone_needs_no_sideways_scrolling(
-    trained: BufferThread, open_page: Open
-) -> None:
+def test_axe_finds_nothing_serious_and_a_phone_never_scrolls_sideways(trained: BufferThread, open_page: Open) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     newest = trained.client().list_rollouts(limit=1).rollouts[0].rollout_id

@@ -58,8 +58,7 @@ def test_a_request_that_is_sent_again_changes_nothing(serve_buffer: ServeBuffer)
     first = client.scale(request)
     scale(client, 5)
     again = client.scale(request)
-    assert again.changes == first.changes
-    assert again.searchers.desired == 5
+    assert (again.changes, again.searchers.desired) == (first.changes, 5)
     assert len(client.scaling().changes) == 2
 
 
@@ -159,8 +158,7 @@ def test_the_command_changes_and_shows(serve_buffer: ServeBuffer, capsys: pytest
     capsys.readouterr()
     assert tba(served, "scale") == 0
     out = said(capsys)
-    assert len(out) == 3
-    assert out[-1] == "revision 2, by the operator after step 0: 1 -> 1"
+    assert (len(out), out[-1]) == (3, "revision 2, by the operator after step 0: 1 -> 1")
     assert tba(served, "scale", "recipe", "--json") == 0
     assert json.loads("\n".join(said(capsys)))["searchers"]["source"] == "recipe"
     assert tba(served, "status") == 0
@@ -173,7 +171,6 @@ def test_the_command_changes_and_shows(serve_buffer: ServeBuffer, capsys: pytest
 
 
 def test_the_run_may_be_over(serve_buffer: ServeBuffer) -> None:
-    client = serve_buffer(scaling=LOCAL).client()
-    lineage = start_lineage(client)
+    lineage = start_lineage(client := serve_buffer(scaling=LOCAL).client())
     client.command("done", RunCommand(token=lineage.token))
     assert scale(client, 3).desired == 3  # for a trainer that continues with the run

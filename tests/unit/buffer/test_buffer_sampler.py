@@ -67,7 +67,11 @@ def draw_groups(index: Index, num: int, seed: int = 0, **settings) -> np.ndarray
     return np.array([slot.rows for slot in slots])
 
 
-# ---- which rollouts of a prompt ----------------------------------------------------------------------------------
+def check_groups(rewards: list[float], big_prompt: int, beta: float, share: float = 0.0, size: int = 2) -> None:
+    """Groups of rollouts with these rewards follow the mixture at an inverse temperature `beta` exactly."""
+    index, p = index_of([rewards], big_prompt=big_prompt), softmax(rewards, beta, share)
+    rows = draw_groups(index, 5000, group_size=size, inverse_temperature=beta, uniform_share=share)
+    assert_groups_follow(rows, sequence_probabilities(p, size, replacement=False))
 
 
 @BOTH_WAYS
@@ -86,15 +90,7 @@ def draw_groups(index: Index, num: int, seed: int = 0, **settings) -> np.ndarray
 def test_groups_of_two_follow_the_mixture(
     rewards: list[float], inverse_temperature: float, uniform_share: float, big_prompt: int
 ) -> None:
-    index = index_of([rewards], big_prompt=big_prompt)
-    p = softmax(rewards, inverse_temperature, uniform_share)
-    rows = draw_groups(
-        index,
-        4000,
-        inverse_temperature=inverse_temperature,
-        uniform_share=uniform_share,
-    )
-    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=False))
+    check_groups(rewards, big_prompt, inverse_temperature, uniform_share)
 
 
 @BOTH_WAYS
@@ -113,9 +109,7 @@ def test_groups_of_three_without_replacement_include_each_rollout_as_often_as_th
 @BOTH_WAYS
 def test_one_rollout_with_nearly_all_the_weight_leaves_the_rest_to_the_others(big_prompt: int) -> None:
     """Independent draws would repeat it thousands of times; the draw must still end, and stay exact."""
-    rewards = [12.0, 0.0, 0.0, 0.7, 0.0]
-    rows = draw_groups(index_of([rewards], big_prompt=big_prompt), 2000, group_size=3, inverse_temperature=1.0)
-    assert_groups_follow(rows, sequence_probabilities(softmax(rewards, 1.0), 3, replacement=False))
+    check_groups([12.0, 0.0, 0.0, 0.7, 0.0], big_prompt, 1.0, size=3)
 
 
 def test_a_prompt_with_many_rollouts_is_drawn_by_the_same_probabilities() -> None:
@@ -152,9 +146,7 @@ def test_the_tree_stays_exact_while_rollouts_come_go_and_change() -> None:
 def test_whole_number_weights_are_corrected_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two bits instead of 38, nearly everything depends on the correction."""
     monkeypatch.setattr(priorities, "_SCALE", 4.0)
-    rewards = [0.0, 0.3, 0.9, 1.1, -2.0]
-    rows = draw_groups(index_of([rewards], big_prompt=2), 5000, inverse_temperature=1.3, uniform_share=0.1)
-    assert_groups_follow(rows, sequence_probabilities(softmax(rewards, 1.3, 0.1), 2, replacement=False))
+    check_groups([0.0, 0.3, 0.9, 1.1, -2.0], 2, 1.3, 0.1)
 
 
 @pytest.mark.parametrize("inverse_temperature", [1e3, 1e6, 1e308])
@@ -194,9 +186,7 @@ def test_prompts_that_tie_are_chosen_uniformly_at_any_inverse_temperature() -> N
 
 @pytest.mark.parametrize("inverse_temperature", [1e-300, 1e-20, 1e-3])
 def test_a_tiny_inverse_temperature_is_nearly_uniform(inverse_temperature: float) -> None:
-    rows = draw_groups(index_of([[0.0, 0.5, 1.0, -1.0]]), 4000, inverse_temperature=inverse_temperature)
-    p = softmax([0.0, 0.5, 1.0, -1.0], inverse_temperature)
-    assert_groups_follow(rows, sequence_probabilities(p, 2, replacement=False))
+    check_groups([0.0, 0.5, 1.0, -1.0], 512, inverse_temperature)
 
 
 @pytest.mark.parametrize("inverse_temperature", [0.0, 1.0, 1e3, 1e308])
@@ -220,9 +210,6 @@ def test_a_prompt_with_fewer_than_k_rollouts_is_drawn_with_replacement(big_promp
         )
         slots = draw_slots(index, settings, seed=5)
         assert_groups_follow(np.array([slot.rows for slot in slots]), sequence_probabilities(p, 4, replacement=True))
-
-
-# ---- which prompts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_prompts", [6, 40])
@@ -258,10 +245,7 @@ def test_across_prompts_follow_their_total_weight(
         masses = [np.logaddexp.reduce(inverse_temperature * np.array(rewards[number])) for number in drawable]
     p = softmax(masses, 1.0, uniform_share)
     settings = make_sampling(
-        prompts_per_batch=2,
-        inverse_temperature=inverse_temperature,
-        uniform_share=uniform_share,
-        prioritise="across",
+        prompts_per_batch=2, inverse_temperature=inverse_temperature, uniform_share=uniform_share, prioritise="across"
     )
     pairs = [[slot.prompt for slot in draw_slots(index, settings, seed)] for seed in range(1200)]
     assert_groups_follow(np.searchsorted(drawable, pairs), sequence_probabilities(p, 2, replacement=False))
@@ -312,9 +296,6 @@ def test_no_prompt_with_enough_rollouts_means_no_batch() -> None:
     for index in (index_of([[1.0], [2.0]]), make_index()):
         with pytest.raises(ValueError, match="2 scored rollouts"):
             draw_slots(index, make_sampling(), seed=0)
-
-
-# ---- recent data -------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_recent_with_probability_m() -> None:
@@ -374,9 +355,6 @@ def test_fewer_recent_rollouts_than_min_distinct_are_not_a_group() -> None:
     assert slots[0].fallback
     slots = draw_slots(make_index(*events, min_distinct=1), make_sampling(most_on_policy_prob=1.0), seed=0)
     assert (slots[0].source, slots[0].rows.tolist()) == ("recent", [4, 4])
-
-
-# ---- what a seed promises ---------------------------------------------------------------------
 
 
 def test_the_same_seed_draws_the_same_batch_and_another_seed_another_one() -> None:

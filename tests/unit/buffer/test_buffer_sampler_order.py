@@ -16,15 +16,7 @@ from tba_buffer.sampling.mop import Slot, draw_slots, drawn_event
 from tba.config.sections import SamplingSection
 from tba.versions import START, PolicyVersion
 from tests.support.chi_square import assert_follows
-from tests.support.index_values import (
-    Item,
-    fingerprint,
-    index_of,
-    make_added,
-    make_evicted,
-    make_index,
-    make_sampling,
-)
+from tests.support.index_values import Item, fingerprint, index_of, make_added, make_evicted, make_index, make_sampling
 
 V1, V2 = PolicyVersion(1, 4), PolicyVersion(1, 8)
 BOTH_WAYS = pytest.mark.parametrize("big_prompt", [512, 2])
@@ -66,19 +58,10 @@ class Run:
         return after
 
 
-def prompts_of(slots: list[Slot], source: str) -> list[int]:
-    return [slot.prompt for slot in slots if slot.source == source]
-
-
-# ---- turns ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_prompts", [7, 40])
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 16])
 @pytest.mark.parametrize("most_on_policy_prob", [0.0, 1.0])
-def test_every_prompt_is_used_before_one_is_used_again(
-    num_prompts: int, num_slots: int, most_on_policy_prob: float
-) -> None:
+def test_every_prompt_is_used_before_one_is_again(num_prompts: int, num_slots: int, most_on_policy_prob: float) -> None:
     """After any number of batches the uses of two prompts differ by one at most."""
     run = Run(index_of([[0.0, 1.0]] * num_prompts), [])
     draw, uses = make_sampling(prompts_per_batch=num_slots, most_on_policy_prob=most_on_policy_prob), Counter[int]()
@@ -244,9 +227,6 @@ def test_weighted_prompts_take_no_turns() -> None:
     assert not run.index.draws.turns.any()
 
 
-# ---- the bound of uses ---------------------------------------------------------------------------------------------
-
-
 @BOTH_WAYS
 @pytest.mark.parametrize("prioritise", ["within", "across"])
 @pytest.mark.parametrize("max_uses", [1, 3])
@@ -254,12 +234,7 @@ def test_no_rollout_is_in_more_batches_than_allowed_and_all_uses_are_spent(
     max_uses: int, prioritise: str, big_prompt: int
 ) -> None:
     run = Run(index_of([[0.0, 1.0, 2.0, 0.5]] * 5, max_uses=max_uses, big_prompt=big_prompt, min_distinct=1), [])
-    draw = make_sampling(
-        prompts_per_batch=2,
-        most_on_policy_prob=0.3,
-        inverse_temperature=1.0,
-        prioritise=prioritise,
-    )
+    draw = make_sampling(prompts_per_batch=2, most_on_policy_prob=0.3, inverse_temperature=1.0, prioritise=prioritise)
     uses = Counter[int]()
     while run.index.num_drawable:
         uses.update({int(row) for slot in run.draw(draw) for row in slot.rows})
@@ -291,5 +266,4 @@ def test_another_bound_counts_the_same_uses() -> None:
     for max_uses, num_used_up in ((None, 0), (1, 6), (2, 2), (3, 0)):
         other = Index(IndexSettings(max_uses=max_uses))
         other.restore(run.index.checkpoint())
-        assert other.num_used_up == num_used_up
-        assert other.num_drawable == (6 - num_used_up) / 2
+        assert (other.num_used_up, other.num_drawable) == (num_used_up, (6 - num_used_up) / 2)

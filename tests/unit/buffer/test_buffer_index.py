@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba_buffer.index.tables import PromptSet
 from tba_buffer.sampling.mop import draw_slots
 
-from tba.config.sections import SamplingSection
 from tba.versions import PolicyVersion
 from tests.support.index_values import (
     Item,
@@ -25,6 +25,7 @@ from tests.support.index_values import (
     make_evicted,
     make_index,
     make_rescored,
+    make_sampling,
     rollout_id_at,
 )
 
@@ -171,8 +172,7 @@ class Model:
 
 def check_counts(index: Index, model: Model) -> None:
     stored = model.stored.values()
-    assert index.position == model.position
-    assert index.publications == model.publications
+    assert (index.position, index.publications) == (model.position, model.publications)
     assert (index.num_live, index.num_scored) == (len(stored), len(model.positions()))
     assert (index.num_pending, index.num_failed) == (len(model.positions("pending")), len(model.positions("failed")))
     assert index.payload_bytes == sum(item.num_bytes for item in stored)
@@ -222,14 +222,8 @@ def drawn(index: Index) -> list[object]:
     """Return the content of some draws of every kind, by rollout id."""
     results: list[object] = []
     for seed, prioritise in enumerate(("within", "across")):
-        draw = SamplingSection(
-            prompts_per_batch=4,
-            group_size=3,
-            most_on_policy_prob=0.5,
-            reward_inverse_temperature=2.0,
-            uniform_share=0.1,
-            prioritise=prioritise,
-        )
+        changes: Any = {"group_size": 3, "most_on_policy_prob": 0.5, "uniform_share": 0.1, "prioritise": prioritise}
+        draw = make_sampling(prompts_per_batch=4, inverse_temperature=2.0, **changes)
         if index.num_drawable:
             slots = draw_slots(index, draw, seed)
             results += [(slot.prompt, slot.source, index.rollout_ids(slot.rows)) for slot in slots]
@@ -343,9 +337,6 @@ def test_versions_that_are_gone_leave_no_trace() -> None:
         index.apply(make_evicted(index.position + 1, [index.position - 1, index.position]))
     assert index.versions() == {}
     assert len(index._versions.counts) == 16
-
-
-# ---- The sum tree answers as running sums do, whatever happened to it before ----------------------------------------
 
 
 @given(

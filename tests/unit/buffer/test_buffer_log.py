@@ -25,20 +25,11 @@ from tba_buffer.index.rollout_index import Index, IndexSettings, LogGapError
 from tba.versions import PolicyVersion
 from tests.support.index_values import fingerprint
 
-# ---- Entries of the log come back as what was written ---------------------------------------------------------------
-
 
 def pack(reward: float | None, status: str) -> bytes:
-    return pack_record(
-        b"0123456789abcdef",
-        reward=reward,
-        version=PolicyVersion(3, 10**11),
-        prompt=9,
-        num_bytes=123,
-        num_tokens=7,
-        token_hash=2**64 - 1,
-        status=status,
-    )
+    fields: dict[str, int] = {"prompt": 9, "num_bytes": 123, "num_tokens": 7, "token_hash": 2**64 - 1}
+    version = PolicyVersion(3, 10**11)
+    return pack_record(b"0123456789abcdef", reward=reward, version=version, status=status, **fields)
 
 
 def test_the_records_have_the_sizes_that_scripts_rely_on() -> None:
@@ -68,9 +59,6 @@ def test_evictions_changes_and_marks_come_back() -> None:
     assert isinstance(rescored, Rescored)
     assert (rescored.position, rescored.changes.tolist()) == (10, [(3, 0.5, 77, 0)])
     assert parse_entry(b"11-0", {b"m": b"2 40"}) == Publication(11, PolicyVersion(2, 40))
-
-
-# ---- Entries of the stream as events --------------------------------------------------------------------------------
 
 
 Entry = tuple[bytes, dict[bytes, bytes]]

@@ -47,14 +47,8 @@ def expected(live: Sequence[Item], numbers: Sequence[int], order: PromptOrder) -
     return sorted(numbers, key=key)
 
 
-@given(
-    rollouts=items,
-    order=st.sampled_from(["upload", "best", "worst", "most"]),
-    data=st.data(),
-)
-def test_prompts_are_in_the_order_of_sorting_everything(
-    rollouts: list[Item], order: PromptOrder, data: st.DataObject
-) -> None:
+@given(rollouts=items, order=st.sampled_from(["upload", "best", "worst", "most"]), data=st.data())
+def test_prompts_are_in_the_order_of_sorting_all(rollouts: list[Item], order: PromptOrder, data: st.DataObject) -> None:
     gone = data.draw(st.sets(st.integers(1, len(rollouts))), label="gone")
     numbers = sorted(data.draw(st.sets(st.integers(0, NUM_PROMPTS - 1)), label="prompts that match"))
     index = make_index(make_added(1, rollouts), make_evicted(len(rollouts) + 1, sorted(gone)))

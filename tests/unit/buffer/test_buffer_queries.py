@@ -19,17 +19,9 @@ from tests.support.index_values import Item, make_added, make_evicted, make_inde
 STATUSES = ("scored", "pending", "failed")
 
 VERSIONS = (START, PolicyVersion(1, 1), PolicyVersion(1, 2))
-items = st.lists(
-    st.builds(
-        Item,
-        prompt=st.integers(0, 2),
-        reward=st.sampled_from([0.0, 0.5, 1.0, -2.0]),
-        version=st.sampled_from(VERSIONS),
-        status=st.sampled_from(STATUSES),
-    ),
-    min_size=1,
-    max_size=40,
-)
+rewards, versions = st.sampled_from([0.0, 0.5, 1.0, -2.0]), st.sampled_from(VERSIONS)
+item = st.builds(Item, prompt=st.integers(0, 2), reward=rewards, version=versions, status=st.sampled_from(STATUSES))
+items = st.lists(item, min_size=1, max_size=40)
 
 
 def expected(live: dict[int, Item], selection: Selection) -> list[int]:

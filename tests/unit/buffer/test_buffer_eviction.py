@@ -34,9 +34,6 @@ from tests.support import bounds_model
 from tests.support.bounds_model import Stored
 from tests.support.buffer import make_recipe
 
-# ---- Which rollouts go and why --------------------------------------------------------------------------------------
-
-
 TREE = LineageTree({1: START, 2: PolicyVersion(1, 10), 3: PolicyVersion(1, 4)})
 REASONS = ("duplicate_tokens", "near_duplicate", "policy_age", "prompt_cap", "max_rollouts", "max_bytes")
 
@@ -89,26 +86,14 @@ class Run:
 
 
 def packed(rollout: Stored) -> bytes:
-    return pack_record(
-        rollout.rollout_id,
-        reward=rollout.reward,
-        version=rollout.version,
-        prompt=rollout.prompt,
-        num_bytes=rollout.num_bytes,
-        num_tokens=rollout.num_tokens,
-        token_hash=rollout.tokens,
-        status=rollout.status,
-    )
+    fields = vars(rollout).copy()
+    del fields["position"]
+    return pack_record(fields.pop("rollout_id"), token_hash=fields.pop("tokens"), **fields)
 
 
 versions = st.sampled_from([START, *(PolicyVersion(lin, step) for lin in (1, 2, 3) for step in (0, 3, 6, 11))])
 rollout_values = st.fixed_dictionaries(
-    {
-        "prompt": st.integers(0, 3),
-        "num_bytes": st.integers(50, 200),
-        "tokens": st.integers(0, 3),
-        "version": versions,
-    }
+    {"prompt": st.integers(0, 3), "num_bytes": st.integers(50, 200), "tokens": st.integers(0, 3), "version": versions}
 ).flatmap(
     lambda values: st.sampled_from(
         [("scored", -1.0), ("scored", 0.0), ("scored", 2.5), ("pending", None), ("failed", None)]
@@ -237,9 +222,6 @@ def test_a_prompt_with_very_many_rollouts_costs_no_more_per_push() -> None:
     [(reason, rows)] = run.plan()
     assert (reason, run.index.column("token_hash", rows).tolist()) == ("duplicate_tokens", [123])
     assert max(sizes) == 2
-
-
-# ---- Near duplicates ------------------------------------------------------------------------------------------------
 
 
 SHARE = 0.25

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tba_buffer.run.state import (
-    DrawLimits,
-    FlowCounts,
-    FlowSettings,
-    draw_limits,
-    generation_room,
-    sampling_wait,
-)
+from tba_buffer.run.state import DrawLimits, FlowCounts, FlowSettings, draw_limits, generation_room, sampling_wait
 
 from tests.support.buffer import make_recipe
 
@@ -31,18 +24,9 @@ def make_settings(max_rollouts: int = 200_000, **sampling: object) -> FlowSettin
 
 
 def make_counts(**changes: int | bool) -> FlowCounts:
-    values: dict = {
-        "stored": 100,
-        "pending": 0,
-        "can_fill_slot": True,
-        "inserted": 100,
-        "leased": 0,
-        "drawn": 0,
-        "inserted_since_publication": 0,
-        "batches_since_publication": 0,
-        "publications": 7,
-    }
-    return FlowCounts(**{**values, **changes})
+    values: dict = {"stored": 100, "can_fill_slot": True, "inserted": 100, "publications": 7}
+    zeros = ("pending", "leased", "drawn", "inserted_since_publication", "batches_since_publication")
+    return FlowCounts(**{**dict.fromkeys(zeros, 0), **values, **changes})
 
 
 def test_sampling_waits_for_the_minimum_size_and_for_a_prompt_with_a_group() -> None:

@@ -24,8 +24,7 @@ def test_deciles_are_of_the_scored_rollouts_that_are_still_stored() -> None:
 def test_only_the_newest_versions_are_named_and_the_rest_is_counted() -> None:
     versions = [PolicyVersion(1, step) for step in range(1, VERSIONS_SHOWN + 31)]
     detail = stored_stats(make_index(make_added(1, [Item(version=version) for version in versions])))
-    assert len(detail.by_version) == VERSIONS_SHOWN
-    assert detail.num_of_older_versions == 30
+    assert (len(detail.by_version), detail.num_of_older_versions) == (VERSIONS_SHOWN, 30)
     assert next(iter(detail.by_version)) == str(versions[-1])
 
 
@@ -64,8 +63,7 @@ def test_rates_are_growth_per_second_over_the_window() -> None:
     assert WINDOW_S <= rates.window_s <= WINDOW_S + 1
     assert rates.generated_per_s == pytest.approx((2000 - 10 * (199.5 - rates.window_s)) / rates.window_s)
     assert rates.generated_tokens_per_s == pytest.approx(3 * rates.generated_per_s)
-    assert rates.drawn_per_s == pytest.approx(20, rel=0.02)
-    assert rates.evicted_per_s == pytest.approx(1, rel=0.02)
+    assert (rates.drawn_per_s, rates.evicted_per_s) == (pytest.approx(20, rel=0.02), pytest.approx(1, rel=0.02))
     assert rates.trained_per_s == 0
 
 
@@ -78,9 +76,7 @@ def test_counts_of_another_redis_give_no_negative_rate() -> None:
 def test_rare_waits_are_counted_together() -> None:
     waits = Counter({f"wait-{i}": 1000 - i for i in range(WAITS_SHOWN + 500)})
     shown = shown_waits(waits)
-    assert len(shown) == WAITS_SHOWN + 1
-    assert sum(shown.values()) == waits.total()
-    assert shown["wait-0"] == 1000
+    assert (len(shown), sum(shown.values()), shown["wait-0"]) == (WAITS_SHOWN + 1, waits.total(), 1000)
 
 
 def test_a_wait_called_other_is_counted_with_the_others() -> None:

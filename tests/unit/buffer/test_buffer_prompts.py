@@ -12,8 +12,6 @@ from tba_buffer.prompts.leases import MAX_POLLS_PER_S, MAX_RETRY_S, MIN_RETRY_S,
 from tests.support.buffer import make_prompts, make_recipe
 from tests.support.index_values import index_of, make_index
 
-# ---- Posterior selection --------------------------------------------------------------------------------------------
-
 
 def numbers(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
@@ -34,8 +32,7 @@ def test_every_visit_gets_a_train_prompt_and_the_same_seed_the_same_ones(
     first, again = (
         choose_by_posterior(train_numbers, counts, successes, num, np.random.default_rng(seed)) for _ in range(2)
     )
-    assert first.tolist() == again.tolist()
-    assert len(first) == num
+    assert (first.tolist(), len(first)) == (again.tolist(), num)
     assert first.min() >= 0
     assert first.max() < num_train
     assert NUM_CANDIDATES * num > num_train or len(set(first.tolist())) == num
@@ -49,9 +46,7 @@ def test_every_visit_gets_a_train_prompt_and_the_same_seed_the_same_ones(
         pytest.param([0, 1, 2], [100, 100, 0], [0, 100, 0], 2, id="untried beats hopeless and mastered"),
     ],
 )
-def test_the_most_informative_prompt_is_chosen(
-    train: list[int], counts: list[int], successes: list[int], best: int
-) -> None:
+def test_the_most_informative_is_chosen(train: list[int], counts: list[int], successes: list[int], best: int) -> None:
     chosen = [
         choose_by_posterior(numbers(train), numbers(counts), numbers(successes), 1, np.random.default_rng(seed))[0]
         for seed in range(200)
@@ -98,9 +93,6 @@ def test_the_recipe_chooses_visits_by_posterior() -> None:
     assert [(visit.visit_id, visit.prompt_id) for visit in visits] == [(f"visit-0-{at}", "train-2") for at in range(5)]
 
 
-# ---- The order of visits is a function of the cursor, the seed and the prompts --------------------------------------
-
-
 def place(cursor: str) -> VisitCursor:
     return VisitCursor.parse(cursor.encode(), num_train=9)
 
@@ -133,9 +125,6 @@ def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
 def test_a_damaged_cursor_is_no_place(cursor: bytes) -> None:
     with pytest.raises(ValueError):
         VisitCursor.parse(cursor, num_train=9)
-
-
-# ---- Searchers that wait ask less often when they are many ----------------------------------------------------------
 
 
 def polls_per_s(backoff: PollBackoff, names: list[str], during_s: float = 20.0) -> float:

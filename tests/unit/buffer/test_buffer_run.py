@@ -19,15 +19,8 @@ from tests.support.trainer_values import make_recipe
 
 
 def trainer(component_id: str, age_s: float, kind: str = "trainer") -> ComponentInfo:
-    return ComponentInfo(
-        component_id=component_id,
-        kind=kind,
-        state="training",
-        version=None,
-        alive=age_s < 15,
-        heartbeat_age_s=age_s,
-        gauges={},
-    )
+    who: Any = {"component_id": component_id, "kind": kind, "state": "training", "version": None, "gauges": {}}
+    return ComponentInfo(**who, alive=age_s < 15, heartbeat_age_s=age_s)
 
 
 def note(

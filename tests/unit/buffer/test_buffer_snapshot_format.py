@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,28 +26,14 @@ from tba.wire.snapshot_manifest import (
 
 
 def manifest() -> SnapshotManifest:
-    return SnapshotManifest(
-        run="demo",
-        name="end",
-        log_position=30,
-        created_at_s=1.0,
-        tba_version="0",
-        storage_format=1,
-        lineage=1,
-        step=8,
-        latest_version="1-8",
-        lineages={1: SavedLineage(parent="0-0", trainer_id="t", created_at_s=1.0)},
-        marks=[SavedPublication(position=at, version=version) for at, version in ((1, "0-0"), (9, "1-4"), (20, "0-0"))],
-        num_scored=3,
-        num_pending=2,
-        num_failed=1,
-        num_prompts=4,
-        policy_temperature=1.0,
-        start_params_sha256=None,
-        rollouts=[],
-        live=[],
-        prompts=[],
-    )
+    source = {"run": "demo", "name": "end", "created_at_s": 1.0, "tba_version": "0", "storage_format": 1}
+    place = {"log_position": 30, "lineage": 1, "step": 8, "latest_version": "1-8"}
+    lineages = {1: SavedLineage(parent="0-0", trainer_id="t", created_at_s=1.0)}
+    marks = [SavedPublication(position=at, version=version) for at, version in ((1, "0-0"), (9, "1-4"), (20, "0-0"))]
+    nums = {"num_scored": 3, "num_pending": 2, "num_failed": 1, "num_prompts": 4}
+    model = {"policy_temperature": 1.0, "start_params_sha256": None}
+    fields: Any = {**source, **place, **nums, **model, "rollouts": [], "live": [], "prompts": []}
+    return SnapshotManifest(lineages=lineages, marks=marks, **fields)
 
 
 def test_a_source_is_a_run_and_a_name() -> None:
@@ -90,13 +77,9 @@ def test_the_live_table_survives_its_bytes_and_cut_ones_are_refused() -> None:
 
 
 @given(
-    st.sets(st.integers(1, 3000), max_size=1500),
-    st.sets(st.integers(1, 3000), max_size=5),
-    st.integers(1, 8_000_000),
+    st.sets(st.integers(1, 3000), max_size=1500), st.sets(st.integers(1, 3000), max_size=5), st.integers(1, 8_000_000)
 )
-def test_a_load_replays_the_log_in_order_and_in_bounded_parts(
-    positions: set[int], marks: set[int], num_bytes: int
-) -> None:
+def test_a_load_replays_the_log_in_order_in_bounded_parts(positions: set[int], marks: set[int], num_bytes: int) -> None:
     places = places_at(sorted(positions - marks), num_bytes)
     found = list(split_parts(places, [SavedPublication(position=at, version="1-1") for at in sorted(marks)], 3000))
     order: list[tuple[int, str]] = []

@@ -270,22 +270,14 @@ class Context:
         return self.recipe.run.name
 
     async def count(self, name: str, number: int = 1) -> None:
-        """Add `number` to the counter `name`. While Redis may have lost data of the run, or may lose it, do nothing.
-
-        Raises:
-            UnavailableError: Redis did not answer, or answered with an error.
-        """
+        """Add `number` to the counter `name`. While Redis may have lost data of the run, or may lose it, do nothing."""
         # a write would take the place of what a restored Redis has
         if self.durability.broken is None:
             with redis_errors(f"count {name}"):
                 await self.redis.hincrby(self.keys.counters, name, number)
 
     async def counters(self) -> Mapping[str, int]:
-        """Return all counters; an absent name has never been counted.
-
-        Raises:
-            UnavailableError: Redis did not answer, or answered with an error.
-        """
+        """Return all counters; an absent name has never been counted."""
         with redis_errors("read the counters"):
             raw = await self.redis.hgetall(self.keys.counters)
         return self.parse_counters(raw)
@@ -424,9 +416,6 @@ class RunHash:
 
         Args:
             what: names the action in the error: "Redis could not <what>".
-
-        Raises:
-            UnavailableError: Redis did not answer, or answered with an error.
         """
         with redis_errors(what):
             return cls(context, await context.redis.hgetall(context.keys.run))

@@ -124,7 +124,7 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
 def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(monkeypatch, capsys) -> None:
     note = "no trainer: trainer-1 was last heard from 312 s ago, step 3; look at the trainer's log"
     info = RunInfo.model_validate({**INFO, "note": note, "state_reason": "a\x1b]0;owned\x07b\nc\x9b2J\u202ed"})
-    client = Mock(run=lambda: info, stats=stats, settings=make_settings, summary=lambda: SUMMARY)
+    client = Mock(spec=BufferClient, run=lambda: info, stats=stats, settings=make_settings, summary=lambda: SUMMARY)
     monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
     status_command(Namespace(follow=False, json=False, url="http://buffer"))
     first, advice, second, *_ = capsys.readouterr().out.splitlines()

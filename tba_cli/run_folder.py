@@ -215,7 +215,7 @@ class RunFolder:
         return True
 
     def _lock(self) -> int:
-        """Take an exclusive lock, which the kernel drops when its last holder (supervisor, reaper) is gone."""
+        """Lock the folder, without a wait; return the descriptor. The kernel unlocks when its last holder is gone."""
         lock_fd = os.open(self.marker_path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

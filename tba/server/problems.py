@@ -38,7 +38,7 @@ def problem_response(
 
 
 def error_response(error: TbaError) -> JSONResponse:
-    """Return the problem document for a TbaError, with Retry-After for BusyError and 503."""
+    """Return the problem document for a TbaError, with Retry-After for a BusyError or a status of 503."""
     headers: dict[str, str] = {}
     extra: dict[str, Any] = {}
     if isinstance(error, BusyError):

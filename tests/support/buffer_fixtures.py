@@ -74,10 +74,6 @@ class BufferThread:
         """Shrink the socket's send buffer, so that the system holds little data that a client has not read."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """Close the clients, stop the server and end its thread."""
         for client in self._clients:

@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import create_autospec
 
 import pytest
 from redis import Redis
 from tba_buffer.run.state import RunSnapshot
+from tba_buffer.sampling.mop import draw_slots
 from tba_buffer.service import Buffer
 
 from tba.api import AckRequest, BatchRequest, LineageReply, LineageRequest, VersionRequest
@@ -108,7 +109,7 @@ async def test_races_lost_to_eviction_of_everything_wait_for_rollouts(start, mon
     buffer = await start()
     lineage = await begin(buffer, 48)
 
-    nothing_left = Mock(side_effect=ValueError("no prompt can fill a slot"))
+    nothing_left = create_autospec(draw_slots, side_effect=ValueError("no prompt can fill a slot"))
     monkeypatch.setattr("tba_buffer.sampling.draw.draw_slots", nothing_left)
     with pytest.raises(BusyError) as caught:
         await buffer.drawer.draw(request_of(lineage, 1))

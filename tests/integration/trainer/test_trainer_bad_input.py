@@ -70,7 +70,8 @@ class Run:
         """So many rollouts of the first prompts become this once they are stored."""
         rng = np.random.default_rng(seed)
         self.client.upload_prompts(make_prompts(8, 4))
-        for number, (bad, num) in enumerate([*damaged, *[(b"", 0)] * (8 - len(damaged))]):
+        for number in range(8):
+            bad, num = damaged[number] if number < len(damaged) else (b"", 0)
             rewards, prompt_id = (0.0, 1.0, 0.0, 1.0), f"train-{number}"
             rollouts = [make_rollout(rng, prompt_id=prompt_id, run="test", reward=reward) for reward in rewards]
             self.client.push([encode_rollout(rollout) for rollout in rollouts])

@@ -308,8 +308,9 @@ def test_a_run_that_really_diverges_fails(world: World, model: Path, monkeypatch
 
     def step(optimizer: torch.optim.AdamW, *args: Any) -> Any:
         result = take_step(optimizer, *args)
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if not taken):
-            parameter.data.mul_(1e25)
+        if not taken:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.data.mul_(1e25)
         taken.append(optimizer)
         return result
 

@@ -324,7 +324,7 @@ def test_a_batch_that_expired_touches_no_weight_and_is_drawn_again_for_the_same_
 
 
 def test_batches_that_always_expire_end_with_the_setting_to_change(world: World, model: Path) -> None:
-    world.at("ack", raising(VoidBatchError("batch is void")))
+    world.buffer.before = failing(99, lambda: VoidBatchError("batch is void"), "ack")
     with pytest.raises(TbaError, match=r"5 batches in a row were void before step 1 .* raise buffer\.batch_deadline_s"):
         world.train(make_recipe(model))
     assert world.buffer.acks == []

@@ -18,7 +18,6 @@ from tests.support.buffer import make_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 A_MODEL = {"path": "m", "kind": "model"}
-A_MODEL = {"path": "m", "kind": "model"}
 
 
 @pytest.mark.parametrize(

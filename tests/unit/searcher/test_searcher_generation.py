@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ def loaded(version: PolicyVersion) -> LocalVersion:
 
 
 OLD, NEW = loaded(START), loaded(V1)
+NO_ERRORS: Any = MappingProxyType({})
 
 
 class ScriptedEngine:
@@ -61,10 +62,10 @@ class ScriptedEngine:
 
     num_active, num_waiting = 1, 0
 
-    def __init__(self, **broken: Any) -> None:
+    def __init__(self, *, cannot_load: Any = (), cannot_verify: bool = False, fails: Any = NO_ERRORS) -> None:
         """`cannot_load`: versions; `cannot_verify`: is no version the right one; `fails`: the error of its check."""
         self.proceed, self.loaded, self.is_closed = threading.Event(), list[PolicyVersion](), False
-        self._broken = {"cannot_load": [], "cannot_verify": False, "fails": {}, **broken}
+        self._cannot_load, self._cannot_verify, self._fails = cannot_load, cannot_verify, fails
 
     def step(self) -> list[Completion]:
         self.proceed.wait()
@@ -72,14 +73,14 @@ class ScriptedEngine:
 
     def load_weights(self, paths: Sequence[Path], version: PolicyVersion) -> None:
         self.loaded.append(version)
-        if version in self._broken["cannot_load"]:
+        if version in self._cannot_load:
             raise EngineError(f"no room for {version}")
 
     def verify(self, manifest: Any) -> None:
-        if self._broken["cannot_verify"]:
+        if self._cannot_verify:
             raise DigestError("wrong digest")
-        if self.loaded[-1] in self._broken["fails"]:
-            raise self._broken["fails"][self.loaded[-1]]
+        if self.loaded[-1] in self._fails:
+            raise self._fails[self.loaded[-1]]
 
     def close(self) -> None:
         self.is_closed = True

@@ -79,7 +79,7 @@ def test_logits_that_the_head_alone_does_not_give_go_through_the_whole_model(tmp
 
 
 def test_the_starting_model_is_version_0_0_of_the_store_checked_like_any_other(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model")
+    folder = make_tiny_model(tmp_path / "model", tied=True)
     versions = WeightVersions(FileStore(tmp_path / "store"), "demo")
     options = {"temperature": TEMPERATURE, "device": "cpu", "trust_remote_code": False}
     with pytest.raises(TbaError, match=r"reference_placement.* cannot be used: weight version 0-0"):

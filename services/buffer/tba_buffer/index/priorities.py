@@ -118,7 +118,7 @@ class SumTree:
         return total + int(self._running()[node - self._top]) - int(self._nodes[node])
 
     def _running(self) -> NDArray[np.int64]:
-        """Return the running sum over the nodes of the top level. [top]"""
+        """Return the running sums over the nodes of the top level, one per node."""
         if self._ends is None:
             self._ends = np.cumsum(self._nodes[self._top : 2 * self._top], dtype=np.int64)
         return self._ends

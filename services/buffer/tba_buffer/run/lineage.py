@@ -48,7 +48,7 @@ def _parent(lineage: bytes, text: bytes) -> tuple[int, PolicyVersion]:
 
 
 class Lineages:
-    """The lineage table, and the writes that change it or need the active token."""
+    """The lineage table. It starts lineages, and takes versions and checkpoints with the active token alone."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -197,7 +197,7 @@ class RolloutScorer:
         return found, rollouts, failed
 
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
-        """Park the item of a failed request if it was alone and the service is up. Return whether to give it up."""
+        """Return whether to give up the rollout of a failed request. Park it if it may be to blame; False: retry."""
         if len(positions) > 1 or not error.may_be_request:
             return False
         if self._proven is None:

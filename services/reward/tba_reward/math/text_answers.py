@@ -80,9 +80,9 @@ def same_in_base(gold: str, answer: str) -> bool | None:
 
 
 def is_words(text: str) -> bool:
-    r"""Return whether a text is words: all in `\text{...}` or another font, or bare with a word of 4 or more letters.
+    r"""Return whether a text is an answer in words: all of it in a font such as `\text{...}`, or bare and with a word.
 
-    `\text{12 cm}` holds a number and is no word; `\mathrm{e}` is a constant.
+    A bare word has 4 or more letters. `\text{12 cm}` has a number, so it is not words. `\mathrm{e}` is a constant.
     """
     outside, fonts = _FONT.subn("", text)
     if fonts:

@@ -88,8 +88,8 @@ def test_accuracy_on_word_problems_rises_beyond_noise(tmp_path: Path) -> None:
     )
     document = recipe_of("gsm8k")
     document["data"] |= {"generator": "tests.e2e.test_learning:one_step_problems", "num_heldout": 200}
-    document["trainer"]["num_steps"] = 60
-    document["trainer"]["learning_rate"] |= {"value": 1e-3, "steps": 60, "warmup_steps": 4, "decay_steps": 30}
+    document["trainer"]["num_steps"] = 90
+    document["trainer"]["learning_rate"] |= {"value": 5e-4, "steps": 90, "warmup_steps": 4, "decay_steps": 45}
     document["sampling"]["min_size_to_sample"] = 150
     document["searcher"] |= {"max_prompt_tokens": 48, "max_response_tokens": 30}
     document["eval"] |= {"num_prompts": 200, "num_prompts_final": 200, "num_samples": 2}

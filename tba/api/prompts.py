@@ -19,6 +19,8 @@ _MAX_WHOLE = 10**MAX_DIGITS
 def _plain_json(data: dict[str, Any]) -> dict[str, Any]:
     level: list[Any] = [data]  # level by level: recursion would let deep data exhaust the stack
     for _ in range(MAX_DATA_LEVELS):
+        if not level:  # nearly always after two levels, and every prompt of a start comes here
+            break
         children = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
         if any(isinstance(child, int) and not -_MAX_WHOLE < child < _MAX_WHOLE for child in children):
             raise ValueError(f"holds a whole number of more than {MAX_DIGITS} digits; store it as a text")

@@ -18,7 +18,7 @@ from tests.support.waits import until
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "tests" / "support" / "route_hook"
-MAX_FILES, MAX_WITH_PUBLICATION = 78, 98
+MAX_FILES, MAX_WITH_PUBLICATION = 76, 94
 """From lease to gradient, and to the swap of weights, in Python and Lua. The numbers only fall."""
 NUM_STEPS = 8
 """Steps that are recorded: several publications, and every kind of draw."""

@@ -393,7 +393,7 @@ def sample(
     Without options nothing is masked, so that the trainer's log_softmax(logits / temperature) is the same number. A
     model that gives PAD some probability may draw it like any other token. With options, three filters apply in this
     order. The first removes banned tokens. The second keeps the `top_k` most probable tokens, and the third the
-    smallest set that holds `top_p` of the remaining mass. What remains is renormalised.
+    smallest set that holds `top_p` of the remaining mass. The kept mass is renormalised.
 
     Args:
         temperatures: float32; 0 takes the most probable token and reports its log-prob at temperature 1.

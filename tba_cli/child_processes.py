@@ -49,6 +49,8 @@ def child_environ(
     child = {name: value for name, value in environ.items() if not (name.startswith("TBA_") and "__" in name)}
     for name in _THREAD_VARIABLES:
         child[name] = child.get(name, "1") if num_threads is None else str(num_threads)
+    # the children share the cores: a thread that spins while it waits for others keeps a core from them
+    child.setdefault("OMP_WAIT_POLICY", "passive")
     child.setdefault("TBA_LOG_FORMAT", "console")  # people read the lines, which go to a pipe
     # everything was fetched before the children start
     child.update({**PIPED, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})

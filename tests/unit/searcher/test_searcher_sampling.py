@@ -173,7 +173,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_and_its_text_befor
 
 
 def test_a_stop_within_the_minimum_length_does_not_count(folder: Path) -> None:
-    done = run(folder, make_requests(150, "3", min_response_tokens=8))
+    done = run(folder, make_requests(300, "3", min_response_tokens=8))
     codec, three = TextCodec(folder), TextCodec(folder).encode_prompt("3")[0]
     early = 0
     for completion in done.values():

@@ -313,9 +313,11 @@ def packed_attention(
         )
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    rows = [tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value)]  # [P, N, D] each
+    # up to 512 positions, the backward pass of torch's bfloat16 kernel takes twice as long on a CPU
+    inner = torch.float32 if kind == "cpu" and dtype == torch.bfloat16 else dtype
+    rows = [tensor[0].transpose(0, 1).to(inner) for tensor in (query, key, value)]  # [P, N, D] each
     segments = segments or find_segments([query.shape[2]], query.device)
-    return segments.attend(module, rows, scaling, sliding_window)[None], None  # [1, P, N, D]
+    return segments.attend(module, rows, scaling, sliding_window)[None].to(dtype), None  # [1, P, N, D]
 
 
 def has_flash(query: Float[Tensor, "R N D"]) -> bool:

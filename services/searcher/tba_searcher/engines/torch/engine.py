@@ -51,6 +51,8 @@ from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
+_BELOW_ONE = 1.0 - 2.0**-50
+"""Largest random number of a draw: its product with the sum of all probabilities stays below that sum."""
 
 
 class EmbeddedEngine:
@@ -411,11 +413,15 @@ def sample(
             rows = options.limited_rows
             scaled[rows] = _limited(scaled[rows], options.top_k, options.top_p)
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # argmax(p / e) with e ~ Exp(1) is a draw from p (Gumbel-max); unlike multinomial it needs no host synchronisation
-    noise = torch.empty_like(logprobs).exponential_(generator=generator)
+    # a draw by the inverse of the distribution function: one random number per row, where Gumbel noise for a large
+    # vocabulary would take longer than the output head; in float64, so that no token is out of reach
+    upto = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)  # [N, V]
+    random = torch.empty_like(upto[:, :1]).uniform_(0.0, _BELOW_ONE, generator=generator)
     for row, own in () if options is None else options.seeded:
-        noise[row].exponential_(generator=own)
-    tokens = torch.where(greedy[:, None], logprobs, logprobs - noise.log_()).argmax(dim=-1)
+        random[row].uniform_(0.0, _BELOW_ONE, generator=own)
+    # right: the first token whose sum is above the number, which is never one with probability 0
+    drawn = torch.searchsorted(upto, random * upto[:, -1:], right=True)[:, 0]
+    tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 

@@ -54,6 +54,7 @@ scale: start or stop searchers of a run in progress, or show how many there are
     tba scale 4 quickstart-seed0 --reason "the night is cheap"
 config check: find what in a recipe would fail: prompts, model, scorers
     tba config check my.toml --offline --json
+    tba config check my.toml --sample 8   # also ask the real model 8 prompts
 config show: print the resolved recipe as JSON
     tba config show my.toml --set trainer.num_steps=50
 config schema: print the JSON schema of recipes
@@ -370,6 +371,9 @@ def _add_config(commands: Subparsers) -> None:
     check = _command(kinds, "config check", "config:check_command")
     _add_recipe(check)
     check.add_argument("--offline", action="store_true", help="leave out what needs a network")
+    check.add_argument(
+        "--sample", type=int, metavar="N", help="then ask the real model N training prompts, and score its answers"
+    )
     show = _command(kinds, "config show", "config:show_command", json=False)
     _add_recipe(show)
     _command(kinds, "config schema", "config:schema_command", json=False)

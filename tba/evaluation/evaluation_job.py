@@ -30,7 +30,7 @@ class EvaluationJob(StrictModel):
     start: Path | None = None
     """Folder of the starting model; needed to measure perplexity."""
     prompts: list[Prompt]
-    """The held-out prompts, in order."""
+    """The prompts, in order: all held out; or all for training, and answered with the settings of training."""
     out: Path
     """Folder for completions.jsonl and evaluation.json."""
 

@@ -1,4 +1,4 @@
-"""`tba config check|show|schema`: what a recipe says. Nothing is started."""
+"""`tba config check|show|schema`: what a recipe says. No run is started."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import argparse
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 from tba.config import Recipe, load_recipe
+from tba.errors import ConfigError
 from tba.tls import with_bare_urls
 
 EXIT_FAILED = 1
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Load the recipe, then check everything that it names as the run will use it; return 1 if something would fail."""
+    """Check all that a recipe names as the run will use it, and its answers (--sample); return 1 if it would fail."""
     from tba_cli.commands.doctor import print_result, results_json
     from tba_cli.doctor.checks.recipe import RecipeChecks
     from tba_cli.doctor.run_checks import run_checks
-    from tba_cli.doctor.target import target_of
+    from tba_cli.doctor.target import fail, ok, target_of, warn
     from tba_cli.resolve import with_absolute_paths
 
+    if args.sample is not None and args.sample < 1:
+        raise ConfigError(f"--sample {args.sample} is out of range; give 1 or more")
     recipe = with_absolute_paths(load_recipe(args.recipe, sets=args.set))
     target = target_of(recipe, service=None)
     try_scorers = None
@@ -39,9 +43,29 @@ def check_command(args: argparse.Namespace) -> int:
     # the prompts come first: the checks of tokenizer and scorers need them
     for group in (first, others):
         results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=on_result)
+    more: dict[str, Any] = {}
+    if args.sample is not None and not any(result.level == "fail" for result in results):
+        from tba_cli.commands.evaluate import sample_answers
+        from tba_cli.local.evaluate import EvaluationConsole
+        from tba_cli.reports import sample
+
+        console = EvaluationConsole("quiet" if args.json else "normal")
+        groups = sample_answers(recipe, checks.prompts, args.sample, console)
+        found, shown = sample.task_samples(groups), sample.best_and_worst(groups)
+        advise, num_checks = warn if any(each.reward_range for each in found) else fail, len(results)
+        for each in found:
+            results.append(ok("sample", each.line(recipe)))
+            if (advice := each.advice(recipe)) is not None:
+                results.append(advise("sample", *advice))
+        for result in results[num_checks:]:
+            on_result(result)
+        for name, answer in shown.items():
+            console.info(sample.answer_text(name, answer))
+        more["sample"] = {"tasks": [each.model_dump() for each in found]}
+        more["sample"] |= {name: answer.model_dump() for name, answer in shown.items()}
     num_wrong = sum(result.level == "fail" for result in results)
     if args.json:
-        print(results_json(results))
+        print(results_json(results, **more))
         return EXIT_FAILED if num_wrong else 0
     if num_wrong:
         things = "1 thing" if num_wrong == 1 else f"{num_wrong} things"

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tba.config import load_recipe
 from tba.errors import ConfigError
@@ -38,9 +39,9 @@ def counts_of(results: Sequence[CheckResult]) -> dict[str, int]:
     return {level: sum(result.level == level for result in results) for level in MARKS}
 
 
-def results_json(results: Sequence[CheckResult]) -> str:
-    """Return all results, and how many have each level, as JSON."""
-    document = {"counts": counts_of(results), "results": [dataclasses.asdict(result) for result in results]}
+def results_json(results: Sequence[CheckResult], **more: Any) -> str:
+    """Return all results, and how many have each level, as JSON; `more` are further keys."""
+    document = {"counts": counts_of(results), "results": [dataclasses.asdict(result) for result in results], **more}
     return json.dumps(document, indent=1)
 
 

@@ -1,14 +1,19 @@
-"""`tba evaluate`: the published evaluation of a task, for a model folder or weight versions of a run."""
+"""`tba evaluate`: the published evaluation of a model; and the answers for `tba config check --sample`."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from tba.api import Prompt
-from tba.config import Recipe, load_recipe
+from tba.config import Recipe, load_recipe, parse_recipe
 from tba.errors import ConfigError
 from tba.evaluation.evaluation_job import EvaluationJob, EvaluationReport
 from tba.model_folders import check_embedding_model, check_tokenizer
@@ -23,6 +28,7 @@ from tba_cli.local.evaluate import EvaluationConsole, evaluate_here
 from tba_cli.prompts.reader import heldout_prompts
 from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
+from tba_cli.reports.sample import SampledAnswer
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
 from tba_cli.run_target import run_folder, runs_beside
@@ -60,10 +66,8 @@ def evaluate_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--version names a version of a run, and {args.source} is a recipe; name the run instead")
     else:
         recipe = with_absolute_paths(load_recipe(args.source, sets=args.set))
-        subject = _of_folder(recipe, args.model) if args.model is not None else None
-        if subject is None:
-            folder = _checked(recipe.model.path, f"model.path of {args.source}")
-            subject = Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
+        what = f"model.path of {args.source}"
+        subject = _of_start(recipe, what) if args.model is None else _of_folder(recipe, args.model)
     prompts = _prompts(subject.recipe, args)
     out = Path(args.out) if args.out else OUT_DIR / subject.recipe.run.name / subject.name
     report = _evaluate(subject, prompts, out, args, console)
@@ -108,11 +112,6 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
 
 def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
     """Return the held-out prompts of an evaluation; raise ConfigError if anything that it needs is missing."""
-    # its numbers would look like those of a model
-    if recipe.searcher.engine == "simulated":
-        raise ConfigError(
-            'searcher.engine = "simulated" generates random completions; give --set searcher.engine=embedded, or vllm'
-        )
     if args.reward_url is None:
         check_prepared(recipe)
     check_embedding_model(recipe.eval.embedding_model)
@@ -138,6 +137,11 @@ def _evaluate(
     Raises:
         TbaError: as `evaluate_here`, or the store holds something damaged.
     """
+    # its numbers would look like those of a model
+    if subject.recipe.searcher.engine == "simulated":
+        raise ConfigError(
+            'searcher.engine = "simulated" generates random completions; give --set searcher.engine=embedded, or vllm'
+        )
     folder = RunFolder(out)
     # clear() below deletes the content: only our own folder, or an empty one, may lose it
     if out.exists() and not (out.is_dir() and (folder.marker_path.exists() or not any(out.iterdir()))):
@@ -174,10 +178,50 @@ def _evaluate(
                 prompts=prompts,
                 out=folder.path,
             )
-            console.info(f"evaluating {job.subject} on {len(prompts)} held-out prompts")
+            console.info(f"evaluating {job.subject} on {len(prompts)} prompts")
             return evaluate_here(
                 subject.recipe, job, folder=folder, lock_fd=lock_fd, reward_url=args.reward_url, console=console
             )
+
+
+def sample_answers(
+    recipe: Recipe, prompts: Sequence[Prompt], num: int, console: EvaluationConsole
+) -> list[list[SampledAnswer]]:
+    """Let the starting model answer up to `num` training prompts as in a run; return the scored answers to each."""
+    train = [prompt for prompt in prompts if prompt.split == "train"]
+    if not train:
+        raise ConfigError("--sample N asks training prompts, and none could be read; the lines above say why")
+    random.Random(recipe.run.seed).shuffle(train)
+    # the tasks take turns, so that a mix shows each of them
+    turns: dict[str, count[int]] = defaultdict(count)
+    asked = {prompt.prompt_id: prompt for prompt in sorted(train, key=lambda one: next(turns[one.task]))[:num]}
+    document, temperature = recipe.model_dump(mode="json"), recipe.searcher.sampling_temperature
+    published = {"greedy": False, "num_samples": recipe.sampling.group_size, "temperature": temperature}
+    document["eval"] |= {"embedding_model": None, "published": published}
+    subject, out = _of_start(parse_recipe(document, where="recipe"), "model.path"), OUT_DIR / recipe.run.name / "sample"
+    _evaluate(subject, list(asked.values()), out, argparse.Namespace(reward_url=None), console)
+    console.info(f"all answers: {out / 'completions.jsonl'}")
+    groups: dict[str, list[SampledAnswer]] = {}
+    with (out / "completions.jsonl").open("rb") as file:
+        for line in map(json.loads, file):
+            prompt = asked[line["prompt_id"]]
+            answer = SampledAnswer(
+                task=prompt.task,
+                prompt_id=prompt.prompt_id,
+                prompt_text=prompt.text,
+                num_response_tokens=line["num_tokens"],
+                response_text=line["text"],
+                finish_reason=line["finish_reason"],
+                reward=line["scores"][prompt.task],
+                reward_reason=line["unknown"].get(prompt.task),
+            )
+            groups.setdefault(prompt.prompt_id, []).append(answer)
+    return list(groups.values())
+
+
+def _of_start(recipe: Recipe, what: str) -> Subject:
+    folder = _checked(recipe.model.path, what)
+    return Subject(recipe=recipe, description=f"starting model {folder}", name="start", folder=folder)
 
 
 def _of_run(args: argparse.Namespace, which: str | None) -> Subject:

@@ -52,6 +52,7 @@ from tba_cli.redis_server import wait_for_redis
 from tba_cli.reports.history import History, load_timing
 from tba_cli.reports.ledger import ledger_lines
 from tba_cli.reports.outputs import download_export, write_outputs
+from tba_cli.reports.sample import first_batch, task_samples
 from tba_cli.run_folder import RunFolder, view_hint
 from tba_cli.setup.origin import until_loaded
 
@@ -102,6 +103,8 @@ class Supervisor:
             stop_timeout_s=recipe.local.stop_timeout_s,
         )
         self._pool = SearcherPool(recipe, self._processes)
+        self._began = self.folder.has_begun
+        """Whether the first batch was described, or was that of an earlier start."""
         self._loss = ""
         """The last description of a loss of Redis that nobody has accepted, while the buffer is not ready."""
 
@@ -172,9 +175,22 @@ class Supervisor:
                 num_steps=self.recipe.trainer.num_steps,
                 silence_s=self.recipe.local.start_timeout_s,
                 failed_lineage=info.lineage if info.state == "failed" else None,
-                on_run=lambda run: self._pool.keep(run.searchers),
+                on_run=self._on_run,
             )
         return await self._finish(trainer_ran=not is_done)
+
+    async def _on_run(self, run: RunInfo) -> None:
+        """Keep the searchers; once there is a first batch, say what its answers show."""
+        await self._pool.keep(run.searchers)
+        if self._began or not run.step:
+            return
+        with suppress(ServiceError):  # the next call asks again
+            groups = await asyncio.to_thread(first_batch, self._client, group_size=self.recipe.sampling.group_size)
+            for sample in task_samples(groups):
+                self._began = True
+                self.console.info(f"first batch: {sample.line(self.recipe)}")
+                if (advice := sample.advice(self.recipe)) is not None:
+                    self.console.result(f"warning: first batch: {'; '.join(advice)}")
 
     async def _start(self, kind: str) -> ChildProcess:
         return await self._processes.start(process_spec(self.recipe, self.folder, kind))

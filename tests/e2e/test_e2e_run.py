@@ -87,6 +87,10 @@ def test_a_run_ends_with_a_summary_that_adds_up(finished: Place) -> None:
     assert tokens["trained"] > 0
     # training was counted, whatever the start and the end of the services took
     assert summary["component_seconds"]["trainer"] >= 0.5 * summary["train_s"]
+    said = [line for line in finished.started[0].out.splitlines() if line.startswith("first batch: ")]
+    mean = f" of task 'exact', mean reward {ledger[0].metrics['reward_mean']:.3g} "
+    assert [line.partition(" answers to ")[0] for line in said] == [f"first batch: {BATCH_ROLLOUTS}"]
+    assert mean in said[0]
     assert {(rollout.run, rollout.reward_status) for rollout in rollouts} == {(RUN, "scored")}
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
 

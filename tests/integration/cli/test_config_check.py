@@ -38,6 +38,9 @@ def lengths(completion_ids, **kwargs):
 def flat(prompts, completions, **kwargs):
     return [0.0 for _ in completions]
 
+def picky(prompts, completions, **kwargs):
+    return [{"1": 0.0, "2": 1.0}[c] for c in completions]
+
 def broken(prompts, completions, **kwargs):
     raise KeyError("gold")
 """
@@ -160,6 +163,44 @@ def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check:
         trial = Trial(tried={"mine": sets})
         with pytest.raises(ConfigError, match=said):
             trial.check()
+
+
+ENDLESS = {"mine": {"min_response_tokens": 16}}
+CUT = {"objective": {"preset": "tb"}, "searcher": {"tasks": ENDLESS}, "sampling": {"group_size": 4}}
+
+
+def test_the_real_model_is_asked_after_the_checks(check: Check, tmp_path: Path) -> None:
+    """Two tasks take turns; the answers of one of them cannot end before the limit."""
+    row = {"split": "train", "text": "1+1=", "data": {"answer": "2"}}
+    more = [row | {"task": task, "prompt_id": f"{task}-{n}"} for n in range(4) for task in ("mine", "exact")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, [*rows(), *more])))
+    code, out = check("--sample", "3", "--json", function="graders:lengths", **CUT)
+    found = json.loads(out)
+    mine, exact = sorted(found["sample"]["tasks"], key=lambda each: each["task"], reverse=True)
+    assert (code, sorted(each["num_prompts"] for each in (mine, exact))) == (0, [1, 2])
+    assert mine["num_answers"] == mine["num_cut"] == 4 * mine["num_prompts"]
+    assert (mine["mean_response_tokens"], mine["mean_reward"]["value"], mine["reward_range"]) == (16, 16, [16, 16])
+    assert mine["num_groups"] == mine["num_equal"] == mine["num_prompts"]
+    said = f"{mine['num_cut']} of {mine['num_answers']} answers are cut at searcher.max_response_tokens (16)"
+    cut = next(each for each in found["results"] if each["found"] == said)
+    assert (cut["code"], cut["level"], "raise searcher.max_response_tokens" in cut["fix"]) == ("sample", "warn", True)
+    assert (found["sample"]["best"]["reward"], found["sample"]["worst"]["task"]) == (16, "exact")
+    lines = (tmp_path / "evaluations/demo/sample/completions.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["mode"] for line in lines) == ["sampled"] * 12
+
+
+def test_answers_without_any_reward_are_a_failure(check: Check) -> None:
+    code, out = check("--sample", "1", function="graders:picky", **CUT)
+    (found,) = failures(out)
+    assert (code, "sample: no answer has a reward: exception" in found) == (1, True)
+    assert "4 of 4 completions" in out, "it says how far it is"
+    assert "best answer: reward unknown (exception), 16 tokens, length\n  prompt train:\n    | 1+1=\n" in out
+
+
+def test_the_model_is_asked_only_if_the_checks_pass(check: Check, tmp_path: Path) -> None:
+    assert check("--sample", "1", function="graders:broken")[0] == 1
+    assert check("--sample", "0")[0] == 2
+    assert not (tmp_path / "evaluations").exists()
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp_path: Path) -> None:

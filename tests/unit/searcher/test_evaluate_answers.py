@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,10 +53,10 @@ def recipe_for(folder: Path, published: Mapping[str, Any], **sections: Any) -> R
     return make_recipe(folder, searcher=searcher, **{"eval": {"published": published}, **sections})
 
 
-def answer(folder: Path, recipe: Recipe) -> Answers:
+def answer(folder: Path, recipe: Recipe, asked: Sequence[Prompt] = ()) -> Answers:
     engine = build_engine(recipe, folder, START, None, seed=1)
     try:
-        return answer_all(engine, TextCodec(folder), recipe, prompts(), on_progress=lambda text: None)
+        return answer_all(engine, TextCodec(folder), recipe, asked or prompts(), on_progress=lambda text: None)
     finally:
         engine.close()
 
@@ -141,7 +141,7 @@ def test_metrics_of_a_task_are_given_for_every_value_of_a_key_of_the_data(folder
 
 def test_a_recipe_none_of_whose_prompts_fit_is_an_error(folder: Path) -> None:
     narrow = {"num_slots": 2, "max_prompt_tokens": 1, "max_response_tokens": 4}
-    with pytest.raises(ConfigError, match=r"none of the 4 held-out prompts can be completed: .*max_prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"none of the 4 prompts can be completed: .*max_prompt_tokens"):
         answer(folder, make_recipe(folder, searcher=narrow))
 
 
@@ -149,6 +149,14 @@ def test_limits_of_a_task_hold_in_evaluations_too(folder: Path) -> None:
     tasks = {"exact": {"min_response_tokens": 8}}
     recipe = make_recipe(folder, searcher={"max_prompt_tokens": 40, "max_response_tokens": 8, "tasks": tasks})
     assert {len(one.tokens) for one in answer(folder, recipe).answers} == {8}
+
+
+def test_training_prompts_are_answered_with_the_settings_of_training(folder: Path) -> None:
+    searcher = {"engine": "embedded", "num_slots": 4, "max_prompt_tokens": 12, "top_k": 1}
+    recipe = make_recipe(folder, searcher=searcher, eval={"published": {"greedy": False, "num_samples": 3}})
+    for split, most in (("train", 1), ("heldout", 3)):
+        asked = [prompts()[0].model_copy(update={"split": split})]
+        assert len({one.text for one in answer(folder, recipe, asked).answers}) == most
 
 
 @torch.inference_mode()

@@ -79,7 +79,7 @@ class Answers:
 def answer_all(
     engine: Engine, codec: Codec, recipe: Recipe, prompts: Sequence[Prompt], *, on_progress: OnProgress
 ) -> Answers:
-    """Complete every prompt as searchers do in an evaluation, `engine.num_slots` completions at a time.
+    """Complete every prompt as searchers do in an evaluation, or in training if its split is `train`.
 
     Raises:
         EngineDiedError: the engine cannot continue.
@@ -88,6 +88,7 @@ def answer_all(
     found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
     eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
     queue = WorkQueue(recipe.searcher, run_seed=recipe.run.seed, eos_ids=eos_ids)
+    pinned = None if prompts[0].split == "train" else engine.version
     # prompt by prompt, so that completions of one prompt share its prefill
     for mode, num in modes_of(recipe.eval.published).items():
         for index, (prompt, tokens) in enumerate(zip(prompts, found.prompt_tokens, strict=True)):
@@ -100,13 +101,13 @@ def answer_all(
                 temperature=temperature_of(mode, recipe),
                 expires_in_s=0.0,  # nobody else waits for it
             )
-            queue.add(Visit(lease=lease, prompt_tokens=tokens, pinned=engine.version))
+            queue.add(Visit(lease=lease, prompt_tokens=tokens, pinned=pinned))
     num_all, num_tokens, start_s = queue.num_unsubmitted, 0, time.monotonic()
     done = []
     while queue.open_visits() or engine.num_active + engine.num_waiting:
         # no more than can be decoded: a refused prompt then costs one request, not all of its samples
         while engine.num_active + engine.num_waiting < engine.num_slots:
-            requests = queue.take_requests(1, pinned=engine.version)
+            requests = queue.take_requests(1, pinned=pinned)
             if not requests:
                 break
             try:
@@ -125,7 +126,7 @@ def answer_all(
         on_progress(f"{len(done)} of {num_all} completions, {num_tokens / (time.monotonic() - start_s):.0f} tokens/s")
     found.seconds = time.monotonic() - start_s
     if not done:
-        raise ConfigError(f"none of the {len(prompts)} held-out prompts can be completed: {found.refused[0]}")
+        raise ConfigError(f"none of the {len(prompts)} prompts can be completed: {found.refused[0]}")
     for completion, text in zip(done, codec.decode_responses(done), strict=True):
         mode, index, number = completion.request_id.split("/")
         found.answers.append(

@@ -69,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.startswith("/v1/ledger"):
             after = int(self.path.partition("after=")[2].partition("&")[0] or 0)
             self.answer({"entries": STATE["ledger"][after:], "next": None})
+        else:
+            self.send_error(404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

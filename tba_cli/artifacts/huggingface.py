@@ -29,14 +29,14 @@ def download(item: PrepareItem, folder: Path) -> str:
         The hash of the commit that was downloaded.
     """
     hub, name = hub_library(), item.hub or ""
-    patterns = MODEL_FILES if item.kind == "model" else None
+    patterns = [item.gguf] if item.gguf is not None else MODEL_FILES if item.kind == "model" else None
     elsewhere = f"run it where there is one and copy the folder {item.path} here"
     with _explained(item, f"{elsewhere}, or run it again later (it continues where it stopped)"):
         info = hub.HfApi().repo_info(name, revision=item.revision, repo_type=item.kind, files_metadata=True)
         files = {file.rfilename: file.size for file in info.siblings}
         # an old repository: its pickles are converted after the download
-        if item.kind == "model" and not any(file.endswith(".safetensors") for file in files):
-            patterns = [*(patterns or []), *PICKLED_FILES]
+        if patterns is MODEL_FILES and not any(file.endswith(".safetensors") for file in files):
+            patterns = [*MODEL_FILES, *PICKLED_FILES]
         fetch = functools.partial(hub.snapshot_download, repo_type=item.kind, local_dir=folder)
         # the commit, not the branch: a push meanwhile must not mix two states
         fetch(name, revision=info.sha, allow_patterns=patterns)
@@ -44,7 +44,7 @@ def download(item: PrepareItem, folder: Path) -> str:
             fetch(item.tokenizer, allow_patterns=TOKENIZER_FILES)
     wanted = list(hub.utils.filter_repo_objects(files, allow_patterns=patterns))
     if not wanted:
-        raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `hub`")
+        raise ConfigError(f"{item.kind} {name} has no file that matches {patterns}; correct `hub` or `gguf`")
     # the library takes a folder as it is where the hub goes away before it lists the files
     for file in wanted:
         path = folder / file

@@ -33,7 +33,7 @@ def is_there(item: PrepareItem) -> bool:
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     record = read_record(folder)
-    is_comparable = item.trl_file is None or item.origin["settings_sha256"] is not None
+    is_comparable = all(value for name, value in item.origin.items() if name.endswith("_sha256"))
     if item.manual is None and record is not None and is_comparable and record["origin"] != item.origin:
         raise ConfigError(
             f"{item.path} holds {_describe(record['origin'])}, and the recipe asks for {_describe(item.origin)}; "
@@ -134,7 +134,7 @@ def _partial_folder(item: PrepareItem) -> Path:
 def publish(item: PrepareItem, made: Path, *, commit: str | None) -> None:
     """Record origin and commit in the finished folder `made`, and rename it to the path of the item."""
     if made != _partial_folder(item):
-        raise ConfigError(f"{item.path}: its file of settings changed while it was made; run this command again")
+        raise ConfigError(f"{item.path}: the file that it is made from changed meanwhile; run this command again")
     record = {"origin": item.origin, "commit": commit}
     (made / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     try:

@@ -68,8 +68,8 @@ def _shape_in(recipe: Recipe, path: str) -> ModelShape:
     if recipe.model.warm_start is not None and path == recipe.model.path:
         return shape_of_warm_start()
     item = next((item for item in recipe.prepare if item.path == path), None)
-    if item is None or item.hub is None:
-        raise ConfigError(f"{folder} is not here, and the recipe names no model of the hub for it; set model.path")
+    if item is None or item.hub is None or item.gguf is not None:
+        raise ConfigError(f"{folder} is not here, and the recipe names no model folder of the hub; set model.path")
     return shape_on_hub(item.hub, item.revision)
 
 

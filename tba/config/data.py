@@ -126,8 +126,17 @@ def _of_name(value: Any) -> Any:
     return {"column": value} if isinstance(value, str) else value
 
 
+REFUSED_GYMS = {
+    "coin_flip": "its rule gives the answer 0 full marks for most questions",
+    "game_of_life_halting": "its rule gives any answer full marks",
+    "intermediate_integration": "some of its answers are integrals that are not solved",
+    "puzzle24": "its rule takes any four numbers",
+}
+"""Data sets of reasoning-gym that are refused -> why."""
+
+
 class DataSet(StrictModel):
-    """A source of prompts: the rows of a data set, or texts.
+    """A source of prompts: the rows of a data set, texts, or questions that reasoning-gym makes.
 
     A prompt's id is a digest of its content, so the same row always becomes the same prompt, in any position.
     """
@@ -145,6 +154,12 @@ class DataSet(StrictModel):
     """Split to evaluate on, never trained on. If no data set names one, `data.num_heldout` prompts are held out."""
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the texts of the prompts; each is in both splits."""
+    reasoning_gym: str | None = None
+    """Instead of a data set: one that reasoning-gym makes, with the columns `prompt` (messages) and `question`."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Configuration of `reasoning_gym`; `seed` is 0 by default, whatever the seed of the run."""
+    num_rows: int | None = Field(default=None, ge=1)
+    """Questions that `reasoning_gym` makes, by default 500; equal ones are one prompt."""
     column: str | None = None
     """Column with the prompt: text, or messages ({"role", "content"}) for the chat template of the starting model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
@@ -156,8 +171,13 @@ class DataSet(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> DataSet:
-        if (self.dataset is None) == (self.texts is None):
-            raise ValueError("give exactly one of `dataset` and `texts` (prompts written out in the recipe)")
+        if sum(source is not None for source in (self.dataset, self.texts, self.reasoning_gym)) != 1:
+            raise ValueError("give exactly one of `dataset`, `texts` (prompts in the recipe) and `reasoning_gym`")
+        if (why := REFUSED_GYMS.get(self.reasoning_gym or "")) is not None:
+            raise ValueError(f"reasoning_gym {self.reasoning_gym!r} is refused: {why}; choose another")
+        for name in ("options", "num_rows") if self.reasoning_gym is None else ("subset", "train", "heldout"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with this source of prompts; remove it")
         if self.texts is not None:
             for name in ("subset", "train", "heldout", "column", "template", "data", "chat_template_kwargs"):
                 if getattr(self, name):

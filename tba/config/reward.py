@@ -98,6 +98,17 @@ class MathSpec(GoldSpec, ReadSpec):
     last box, or else what math-verify finds (after "answer is", the last formula, the last number)."""
 
 
+class ReasoningGymSpec(ReadSpec):
+    """1 if the own rule of a prompt's reasoning-gym data set gives the answer full marks, else 0."""
+
+    kind: Literal["reasoning_gym"]
+    extract: Literal["tag", "last_number", "whole"] = "tag"
+    """The answer in a response: the last <answer>...</answer>, which is the library's convention, the last number, or
+    all of it. Without an answer the score is 0."""
+    partial: bool = False
+    """Give the rule's own score, from 0 to 1. Many rules pay for junk, or for a text that has the answer in it."""
+
+
 class FormatSpec(ReadSpec):
     """1 if a regular expression is found in the response, else 0."""
 
@@ -276,8 +287,9 @@ class PythonSpec(ScorerSpec):
         return kwargs
 
 
+RuleSpec = ExactSpec | LastNumberSpec | MathSpec | ReasoningGymSpec | FormatSpec
 AnyScorerSpec = Annotated[
-    ExactSpec | LastNumberSpec | MathSpec | FormatSpec | RewardModelSpec | RedteamSpec | HttpSpec | PythonSpec,
+    RuleSpec | RewardModelSpec | RedteamSpec | HttpSpec | PythonSpec,
     Field(discriminator="kind"),
 ]
 

@@ -32,7 +32,8 @@ class RowError(Exception):
 
 def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
     """Return the prompt of a row with this text; the data come from the row's columns."""
-    data = {
+    entry = ("question", "answer", "metadata", "options") if section.reasoning_gym else ()
+    data = {key: values[key] for key in entry} | {
         key: plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
         for key, rule in section.data.items()
     }

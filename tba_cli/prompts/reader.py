@@ -16,6 +16,7 @@ from tba.config import Recipe
 from tba.config.data import DataSet
 from tba.config.reward import BUILT_IN_TASKS, GoldSpec
 from tba.errors import ConfigError
+from tba_cli.child_processes import ask_program
 from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
 from tba_cli.prompts.sources import Row, dataset_rows, jsonl_rows
@@ -116,6 +117,11 @@ def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
 def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
     if section.texts is not None:
         yield from (Row(f"texts, item {number}", {"text": text}) for number, text in enumerate(section.texts, start=1))
+    elif section.reasoning_gym is not None:
+        settings = {"name": section.reasoning_gym, "options": section.options, "num_rows": section.num_rows or 500}
+        for number, entry in enumerate(ask_program("tba_cli.prompts.reasoning_gym", [json.dumps(settings)]), start=1):
+            prompt = [{"role": "user", "content": entry["question"]}]
+            yield Row(f"reasoning_gym {section.reasoning_gym}, row {number}", {**settings, **entry, "prompt": prompt})
     elif section.dataset is not None and section.dataset.endswith(".jsonl"):
         if split != "train" or section.subset is not None:
             raise ConfigError(f"file {section.dataset} has the split `train` alone, and no subsets")
@@ -139,8 +145,6 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
             raise ConfigError(f"{row.where}: {error}") from None
     chats = {number: text for number, text in enumerate(texts) if isinstance(text, list)}
     if chats:
-        from tba_cli.child_processes import ask_program
-
         folder = recipe.model.path
         if not (Path(folder) / "config.json").is_file():
             raise ConfigError(
@@ -157,7 +161,7 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
             texts[number] = answer["text"]
     elif section.chat_template_kwargs:
         raise ConfigError(
-            f"{section.dataset}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
+            f"{rows[0].where}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
             "remove them"
         )
     return texts

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control real real-table overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -26,6 +26,10 @@ $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES)
 	$(INSTALL) torch hatchling editables
 	$(INSTALL) --no-build-isolation $(EDITABLE)
 	$(INSTALL) --no-build-isolation -e './services/reward[math,models]'  # what the small recipes need; beside the others pip finds none
+	touch $@
+
+$(VENV)/.real: $(VENV)/.run
+	$(INSTALL) --no-build-isolation -e './services/reward[math,models,reasoning-gym]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
@@ -55,6 +59,16 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 	for seed in 0 1 2; do $(BIN)/tba run recipes/quickstart.toml --seed $$seed --run-name control-seed$$seed --fresh \
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
+
+real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about 8 minutes, without a hub)
+	$(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
+
+real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)
+	for seed in 0 1 2; do \
+		$(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-seed$$seed && \
+		$(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-control-seed$$seed \
+			--set trainer.shuffle_rewards=true || exit 1; done
+	$(BIN)/tba table runs/smollm2-seed[012] runs/smollm2-control-seed[012]
 
 overlap: $(VENV)/.run  ## what asynchrony gains at the pace of GPUs: searchers against lock-step (an hour; restartable)
 	$(BIN)/python studies/overlap.py run

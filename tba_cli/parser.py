@@ -30,6 +30,7 @@ demo: train a small model by TBA on this machine, from nothing: the recipe quick
     tba demo --seed 1 --set trainer.num_steps=100
 init: write a folder for a task of your own: recipe, prompts, scorer and examples
     tba init mytask --folder tasks/first
+    tba init mytask --model models/small --data rows.jsonl
 score: try the scorers of a recipe on examples, before a run
     tba score examples.jsonl --recipe mytask.toml
 status: show state, components, waits and evaluations of a run
@@ -316,6 +317,8 @@ def _add_task(commands: Subparsers) -> None:
     init = _command(commands, "init", "init:init_command")
     init.add_argument("task", metavar="TASK", help="name of the task, of small letters, digits, - and _")
     init.add_argument("--folder", metavar="DIR", help="where to write; default: a new folder with the name of the task")
+    init.add_argument("--model", metavar="MODEL", help="folder, or ORG/NAME on the hub: fit the recipe to it")
+    init.add_argument("--data", metavar="FILE", type=Path, help="rows in TRL's format (.jsonl): a prompt, an answer")
     score = _command(commands, "score", "score:score_command")
     score.add_argument(
         "file",

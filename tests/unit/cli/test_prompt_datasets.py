@@ -425,7 +425,7 @@ def test_a_library_that_is_missing_and_a_split_of_a_file_are_named(tmp_path, mon
     [
         ({}, "exactly one of `generator`"),
         ({"generator": "addition", "path": "p.jsonl"}, "exactly one of `generator`"),
-        ({"sets": [{"task": "t"}]}, "exactly one of `dataset` and `texts`"),
+        ({"sets": [{"task": "t"}]}, "exactly one of `dataset`, `texts`"),
         ({"sets": [{"task": "t", "dataset": "d"}]}, "exactly one of `column` and `template`"),
         ({"sets": [{**ROWS, "template": "{c}"}]}, "exactly one of `column` and `template`"),
         ({"sets": [{"task": "t", "texts": ["a"], "subset": "main"}]}, "subset belongs to a data set"),

@@ -127,6 +127,7 @@ def _of_name(value: Any) -> Any:
 
 
 REFUSED_GYMS = {
+    "composite": "it cannot be configured; give each of its data sets an entry of its own",
     "coin_flip": "its rule gives the answer 0 full marks for most questions",
     "game_of_life_halting": "its rule gives any answer full marks",
     "intermediate_integration": "some of its answers are integrals that are not solved",
@@ -154,7 +155,7 @@ class DataSet(StrictModel):
     """Split to evaluate on, never trained on. If no data set names one, `data.num_heldout` prompts are held out."""
     texts: list[str] | None = Field(default=None, min_length=1)
     """Instead of a data set: the texts of the prompts; each is in both splits."""
-    reasoning_gym: str | None = None
+    reasoning_gym: str | None = Field(default=None, min_length=1)
     """Instead of a data set: one that reasoning-gym makes, with the columns `prompt` (messages) and `question`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Configuration of `reasoning_gym`; `seed` is 0 by default, whatever the seed of the run."""
@@ -175,6 +176,10 @@ class DataSet(StrictModel):
             raise ValueError("give exactly one of `dataset`, `texts` (prompts in the recipe) and `reasoning_gym`")
         if (why := REFUSED_GYMS.get(self.reasoning_gym or "")) is not None:
             raise ValueError(f"reasoning_gym {self.reasoning_gym!r} is refused: {why}; choose another")
+        if not isinstance(self.options.get("seed", 0), int):
+            raise ValueError(
+                f"options.seed is {self.options['seed']!r}; give a whole number, so that prompts stay the same"
+            )
         for name in ("options", "num_rows") if self.reasoning_gym is None else ("subset", "train", "heldout"):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with this source of prompts; remove it")

@@ -55,4 +55,4 @@ def this_machine() -> Machine:
     answer, memory_bytes = ask_torch(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = answer["gpus"] if isinstance(answer, dict) and answer["usable"] else []
     has_vllm = importlib.util.find_spec("vllm") is not None
-    return Machine(os.cpu_count() or 1, memory_bytes, [total_bytes for *_, total_bytes in gpus], has_vllm)
+    return Machine(len(os.sched_getaffinity(0)), memory_bytes, [total_bytes for *_, total_bytes in gpus], has_vllm)

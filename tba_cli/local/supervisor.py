@@ -186,8 +186,8 @@ class Supervisor:
             return
         with suppress(ServiceError):  # the next call asks again
             groups = await asyncio.to_thread(first_batch, self._client, group_size=self.recipe.sampling.group_size)
-            for sample in task_samples(groups):
-                self._began = True
+            self._began = groups is not None
+            for sample in task_samples(groups or []):
                 self.console.info(f"first batch: {sample.line(self.recipe)}")
                 if (advice := sample.advice(self.recipe)) is not None:
                     self.console.result(f"warning: first batch: {'; '.join(advice)}")

@@ -129,10 +129,12 @@ def answer_text(name: str, answer: SampledAnswer) -> str:
     return "\n".join(map(escape_controls, lines))
 
 
-def first_batch(client: BufferClient, *, group_size: int) -> Groups:
-    """Return the answers in the first batch that a step trained on, by slot; empty: there is no such batch yet."""
+def first_batch(client: BufferClient, *, group_size: int) -> Groups | None:
+    """Return the answers in the first batch that a step trained on, by slot; None: there is no such batch yet."""
     batches = (line for line in ledger_lines(client) if isinstance(line, LedgerEntry) and line.skipped is None)
-    ids, groups = next((batch.rollout_ids for batch in batches), []), []
+    if (batch := next(batches, None)) is None:
+        return None
+    ids, groups = batch.rollout_ids, []
     # the ledger lists them slot by slot
     for at in range(0, min(len(ids), MAX_READ), group_size):
         with suppress(NotFoundError):  # one was evicted meanwhile

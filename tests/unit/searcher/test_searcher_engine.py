@@ -124,9 +124,11 @@ def test_weights_that_give_no_finite_logits_are_an_error_and_never_a_rollout(fol
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, path)
     engine.load_weights([path], V1)
-    engine.submit(make_requests(1)[0])
-    with pytest.raises(EngineError, match="not finite under version 1-4"):
-        engine.step()
+    for temperature in (0.0, 1.0):
+        engine.submit(make_requests(1, temperatures=(temperature,))[0])
+        with pytest.raises(EngineError, match="not finite under version 1-4"):
+            engine.step()
+        engine.close()
 
 
 def test_a_context_that_is_too_short_is_refused_at_the_start(folders):

@@ -25,6 +25,7 @@ from tba_trainer.model.packing import (
 )
 from tba_trainer.model.policy import compile_layers, prepare
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from tba.errors import ConfigError, TbaError
@@ -260,6 +261,23 @@ def values_and_gradient(policy: LogprobModel, num_sequences: int) -> tuple[torch
     values = policy.token_logprobs(pack_sequences(prompts, responses, "cpu"))
     values.sum().backward()
     return values.detach(), torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+
+
+def test_under_autocast_a_cpu_attends_in_float32() -> None:
+    query, key, value = (torch.randn(1, heads, 6, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    seen: list[torch.dtype] = []
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "scaled_dot_product" in str(func):
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16), Kernels():
+        out, _ = packing.packed_attention(SimpleNamespace(num_key_value_groups=2), query, key, value, None)
+    assert seen
+    assert set(seen) == {torch.float32}
+    assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it

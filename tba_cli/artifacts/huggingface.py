@@ -73,7 +73,7 @@ def shape_on_hub(name: str, revision: str | None, *, tokenizer: Path | None = No
 @contextlib.contextmanager
 def _explained(item: PrepareItem, without_network: str) -> Iterator[None]:
     """Turn an error inside the `with` block into a ConfigError; `without_network` says what to do without a network."""
-    what, place = f"{item.kind} {item.hub}", "model.path" if item.at_start else "[[prepare]]"
+    what, place = f"{item.kind} {item.hub}", "model.path" if item.at_start and not item.gguf else "[[prepare]]"
     try:
         yield
     except Exception as error:  # those of the hub's HTTP library, which this package does not import

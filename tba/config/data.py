@@ -78,12 +78,16 @@ class PrepareItem(StrictModel):
         sha256 = None
         if (path := self.trl_file or self.gguf_path) is not None:
             with suppress(OSError), Path(path).open("rb") as file:
-                file.seek(-min(2**20, file.seek(0, 2)), 2)  # gigabytes of weights differ in the last MiB too
-                sha256 = hashlib.sha256(file.read()).hexdigest()
+                digest = hashlib.sha256(file.read(2**20 if self.gguf_path else -1))  # the metadata of a GGUF file
+                if self.gguf_path is not None:  # gigabytes of weights differ in the last MiB too
+                    size_bytes = file.seek(0, 2)
+                    file.seek(-min(2**20, size_bytes), 2)
+                    digest.update(b"%d" % size_bytes + file.read())
+                sha256 = digest.hexdigest()
         if self.trl_file is not None:
             return {"trl": "sft" if self.trl_sft else "reward", "settings_sha256": sha256}
         if self.gguf_path is not None:
-            return {"gguf": Path(self.gguf_path).name, "end_sha256": sha256}
+            return {"gguf": Path(self.gguf_path).name, "ends_sha256": sha256}
         if self.gguf is not None:
             return {"gguf": self.gguf, "package": self.package, "hub": self.hub, "revision": self.revision}
         return {"hub": self.hub, "revision": self.revision, "tokenizer": self.tokenizer}

@@ -39,7 +39,7 @@ def init_command(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     names = []
     for name, text in files.items():
-        with (folder / name).open("x", encoding="utf-8") as file:
+        with (folder / name).open("x", encoding="utf-8", newline="") as file:
             file.write(text)
         names.append(str(folder / name))
     steps = [f"tba score examples.jsonl --recipe {task}.toml"] if "examples.jsonl" in files else []

@@ -32,8 +32,8 @@ from tba_cli.sizing.model_shape import ModelShape, shape_of_folder
 CONVERT = "tba_cli.starter_models.convert"
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "completion")
-NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)
-LATEX = re.compile(r"\\[A-Za-z]|\$")
+NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.[0-9]+|(?<=[0-9])|\.[0-9]+)", re.ASCII)
+LATEX = re.compile(r"(?<!:)\\[A-Za-z]{2,}|^\s*\$[^$]+\$\s*$")
 RATES = (
     (0.3e9, 2e-5, "Hugging Face's GRPO course has 2e-5 at 0.135B"),
     (1e9, 5e-6, "prime-rl has 3e-6 at 0.6B, and TRL 5e-5 with LoRA"),
@@ -56,7 +56,9 @@ def score(prompts: list[str], completions: list[str], answer: list[str], **colum
 
 
 def _words(text: str) -> str:
-    return " ".join(["", *re.findall(r"\w+", text.casefold()), ""])
+    # numbers with sign and fraction, words, and else single signs but for punctuation
+    found = re.findall(r"-?\d+(?:\.\d+)?|\w+|[^\w\s.,;:!?'\"()]", text.casefold())
+    return " ".join(["", *(found or text.split()), ""])
 '''
 quoted = partial(json.dumps, ensure_ascii=False)
 
@@ -124,7 +126,7 @@ def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dic
         searchers = recipe.searcher.num_searchers * (needs.weights_bytes + needs.kv_cache_bytes)
         fits, where = peak_bytes + searchers <= half, f"half of {machine.memory_bytes / GIB:.0f} GiB"
     why = f"{'all weights' if fits else 'LoRA'}: to train all takes {peak_bytes / GIB:.1f} GiB (traced), of {where}"
-    found = {f"{task}.toml": recipe_text(why, has_lora=not fits), "rows.jsonl": data.read_text(encoding="utf-8")}
+    found = {f"{task}.toml": recipe_text(why, has_lora=not fits), "rows.jsonl": data.read_bytes().decode()}
     if kind == "python":
         gold, example = golds[0], {"task": task, "prompt": prompts[0].text, "data": {"answer": golds[0]}}
         shown = {gold: 1.0, f"The answer is {gold}.": 1.0, f"{gold} or not": 0.5, "": 0.0}
@@ -149,6 +151,8 @@ def _columns(rows: Sequence[Row]) -> tuple[str, str, list[str]]:
             golds.append(column_text(row.values, found[1]))
         except RowError as error:
             raise ConfigError(f"{row.where}: {error}; write the gold answer as one") from None
+        if not golds[-1].strip():
+            raise ConfigError(f"{row.where}: its {found[1]!r} is empty, and any response would be right; leave it out")
     return found[0], found[1], golds
 
 
@@ -203,15 +207,26 @@ def _text(column: str, values: Sequence[Any], folder: Path) -> str:
     files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
     # thinking would take more tokens than a response has
     thinks = any("enable_thinking" in file.read_text(encoding="utf-8") for file in files if file.is_file())
-    if not all(isinstance(value, str) for value in values):
+    texts = [value for value in values if isinstance(value, str)]
+    if 0 < len(texts) < len(values):
+        raise ConfigError(
+            f"column {column!r} holds messages and texts, such as {short(texts[0])}; make all of them one"
+        )
+    if not texts:
         line = f"column = {quoted(column)} # messages, of which the model's chat template makes text"
         return line + "\nchat_template_kwargs = { enable_thinking = false } # the answer at once" * thinks
     words = ["chat", str(folder), *(["--template-kwargs", '{"enable_thinking": false}'] if thinks else [])]
     chat = json.dumps([[{"role": "user", "content": "QUESTION"}]])
-    rendered = ask_program(CONVERT, words, texts=chat)[0].get("text", "")
-    before, _, after = rendered.replace("{", "{{").replace("}", "}}").partition("QUESTION")
+    turns = ask_program(CONVERT, words, texts=chat)[0].get("text", "")
+    before, _, after = turns.replace("{", "{{").replace("}", "}}").partition("QUESTION")
     turn_end = next(iter(after.split()), None)
-    if turn_end is None or any(turn_end in value for value in values):
+    rendered = [text for text in texts if turn_end is not None and turn_end in text]
+    if 0 < len(rendered) < len(texts):
+        raise ConfigError(
+            f"column {column!r} holds texts with and without {turn_end!r}, the end of a turn, such as "
+            f"{short(rendered[0])}; give all of them with the chat template, or none"
+        )
+    if turn_end is None or rendered:
         return f"column = {quoted(column)} # text, taken as it is"
     template = quoted(f"{before}{{{column}}}{after}")
     return f"# the turns of the model's chat template, around the text\ntemplate = {template}"

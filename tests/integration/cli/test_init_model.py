@@ -20,7 +20,7 @@ from tba_cli import child_processes
 from tba_cli.commands import init
 from tba_cli.main import main
 from tba_cli.prompts.reader import prompts_of
-from tba_cli.setup.model_recipe import Machine, model_task_files
+from tba_cli.setup.model_recipe import SCORER, Machine, model_task_files
 from tba_cli.sizing.gpu_layout import GIB
 from tba_cli.starter_models.convert import chat_texts, check
 from tests.support.hub_server import HubServer
@@ -161,6 +161,13 @@ def test_a_model_of_the_hub_is_measured_without_its_weights(model: str, place: P
             "line 1: 'messages'",
         ),
         ([*SUMS, {"prompt": user("x" * 230), "answer": "1"}], None, r"has 250 tokens, and .* takes 256 .*x{40}"),
+        ([*SUMS, {"prompt": user("x"), "answer": " "}], None, rf"line {NUM_ROWS + 1}: its 'answer' is empty"),
+        ([*SUMS, {"prompt": "x", "answer": "1"}], None, "holds messages and texts, such as 'x'"),
+        (
+            [{"prompt": text, "answer": "1"} for text in ("x", "y</s><s>assistant:")],
+            None,
+            "with and without .* such as 'y<",
+        ),
         (SUMS, "model.gguf", r"model\.gguf holds no config\.json.*\[\[prepare\]\]"),
     ],
 )
@@ -178,3 +185,34 @@ def test_one_flag_alone_and_an_existing_folder_are_refused(model: str, place: Pa
     (place / "mine" / "notes").touch()
     assert main(["init", "mine", "--model", model, "--data", data]) == 2
     assert "mine exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("golds", "kind"),
+    [
+        (("1,234", "-5", ".5"), "last_number"),
+        (("3,4", "5"), "python"),
+        (("It costs $5 in all", "C:\\Users"), "python"),
+        ((r"2\pi", "$x$", "3"), "math"),
+    ],
+)
+def test_the_gold_answers_decide_the_scorer(golds: tuple[str, ...], kind: str, model: str) -> None:
+    rows = [{"prompt": user(f"q {number}"), "answer": gold} for number, gold in enumerate(golds)]
+    assert fitted(model, rows)[1].reward.tasks["mine"].scorers[0].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "reward"),
+    [
+        ("?", "", 0.0),
+        ("?", "?", 1.0),
+        ("<", "", 0.0),
+        ("<", "it is <", 1.0),
+        ("5", "-5", 0.0),
+        ("1.5", "it is 1.5.", 1.0),
+    ],
+)
+def test_the_first_guess_of_a_scorer_pays_no_empty_answer(gold: str, response: str, reward: float) -> None:
+    names: dict[str, Any] = {}
+    exec(SCORER, names)
+    assert names["score"]([""], [response], [gold]) == [reward]

@@ -104,6 +104,8 @@ def test_who_is_to_blame_if_a_rule_raises() -> None:
     ("response", "extract", "value"),
     [
         ("7 - 5 = {}.", "last_number", 1.0),
+        ("7 - 5 = {}.0", "last_number", 1.0),
+        ("7 - 5 = 1" + 40 * "0", "last_number", 0.0),
         ("{}", "tag", 0.0),
         ("<answer>0</answer> no: <answer> {} </answer> I think", "tag", 1.0),
         ("<think><answer>{}</answer></think>", "tag", 0.0),
@@ -119,7 +121,8 @@ def test_where_the_answer_is(response: str, extract: str, value: float) -> None:
 def test_a_recipe_that_asks_for_what_there_is_not_is_refused() -> None:
     from tba_cli.prompts.reasoning_gym import entries
 
-    for changes in ({"name": "puzzle24"}, {"dataset": "d"}, {"train": "train"}, {"name": None, "dataset": "d.jsonl"}):
+    refused: list[dict[str, Any]] = [{"name": "puzzle24"}, {"name": "composite"}, {"options": {"seed": None}}]
+    for changes in (*refused, {"dataset": "d"}, {"train": "train"}, {"name": None, "dataset": "d.jsonl"}):
         with pytest.raises(ConfigError):
             gym(**changes)
     for name, option, message in (

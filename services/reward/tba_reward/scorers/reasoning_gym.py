@@ -106,7 +106,7 @@ def _answer(item: Item, extract: str) -> str | None:
     if extract == "last_number":
         number = last_number(text)
         # 3.0 is 3, which some rules compare as text
-        return None if number is None else f"{number:f}" if number % 1 else f"{number:.0f}"
+        return None if number is None else re.sub(r"\.0*$", "", f"{number:f}")
     # the stop string was the end tag, which is not part of the response then
     is_open = item.finish_reason == "stop_string" and "<answer>" in text.rpartition("</answer>")[2]
     found = re.findall(r"<answer>(.*?)</answer>", f"{text}</answer>" if is_open else text, re.DOTALL)

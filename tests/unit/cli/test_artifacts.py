@@ -151,12 +151,14 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
 
 
 def test_a_model_of_a_gguf_file_stays_what_it_is_when_the_file_is_gone(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"weights")
+    weights = bytes(3 * 2**20)
+    (tmp_path / "a.gguf").write_bytes(weights)
     wanted = item(tmp_path / "m", hub=None, gguf=str(tmp_path / "a.gguf"))
     made(wanted, commit=None)
-    (tmp_path / "a.gguf").write_bytes(b"others")
-    with pytest.raises(ConfigError, match=r"holds gguf a\.gguf, end_sha256"):
-        is_there(wanted)
+    for other in (b"m" + weights[1:], weights[1:] + b"w", weights[1:]):
+        (tmp_path / "a.gguf").write_bytes(other)
+        with pytest.raises(ConfigError, match=r"holds gguf a\.gguf, ends_sha256"):
+            is_there(wanted)
     (tmp_path / "a.gguf").unlink()
     assert is_there(wanted)
 

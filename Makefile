@@ -62,12 +62,12 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
 real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about 8 minutes, without a hub)
-	$(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
+	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
 
 real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)
 	for seed in 0 1 2; do \
-		$(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-seed$$seed && \
-		$(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-control-seed$$seed \
+		OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-seed$$seed && \
+		OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $$seed --run-name smollm2-control-seed$$seed \
 			--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/smollm2-seed[012] runs/smollm2-control-seed[012]
 

@@ -102,7 +102,7 @@ def _attend_in_parts(inputs: list[Tensor], sequences: PackedSequences, window: i
     here = [part.input_ids[0] for part in parts]
     gathered = torch.cat([tensor[0].transpose(0, 1).index_select(0, at) for at in here for tensor in (key, value)])
     out = torch.zeros_like(grad[0])  # [P, N, D]
-    with patch.object(context, "_Gather", SimpleNamespace(apply=lambda _rows, _group: gathered)):
+    with patch.object(context, "_Gather", SimpleNamespace(apply=lambda rows, _group: gathered.to(rows.dtype))):
         for at, part in zip(here, parts, strict=True):
             q, k, v = (tensor.index_select(2, at) for tensor in (query, key, value))
             found, _ = packed_attention(module, q, k, v, None, sliding_window=window, segments=part.segments)

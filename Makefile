@@ -61,7 +61,7 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
-real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about 8 minutes, without a hub)
+real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about ten minutes, without a hub)
 	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
 
 real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)

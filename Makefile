@@ -7,7 +7,7 @@ SERVICES := services/buffer services/reward services/searcher services/trainer
 # without bytecode, which a module gets when it is first imported, and most never are
 INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 # built with the hatchling that is there, not with one that pip fetches for each of them
-EDITABLE := -e '.[service,local,data]' $(foreach s,$(SERVICES),-e $(s))
+EDITABLE := -e '.[service,local,data,models]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
 .PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control real real-table overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs

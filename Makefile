@@ -79,9 +79,9 @@ paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small reci
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.run  ## the study of asynchrony: which objective at which lag (hours; restartable)
-	OMP_NUM_THREADS=1 $(BIN)/python studies/asynchrony.py run --workers $(WORKERS)
-	$(BIN)/python studies/asynchrony.py report
+study: $(VENV)/.real  ## the age of rollouts with a pretrained model: tb_positive, tba_prime, GRPO at ages 0, 4, 16 (an hour or more; restartable)
+	$(BIN)/python studies/pretrained_age.py run --workers $(WORKERS)
+	$(BIN)/python studies/pretrained_age.py report
 
 $(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test
 	$(BIN)/python tools/install_helm.py $(BIN)

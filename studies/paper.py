@@ -37,7 +37,7 @@ from studies.data_file import PRODUCT, append_line, source_digest  # noqa: E402
 from studies.paper_bench.arms import WORLDS, Cell, plan  # noqa: E402
 from studies.paper_bench.data import DATA, num_other, read_cells  # noqa: E402
 from studies.paper_bench.runs import CellError, models_digest, prepare, run_cell  # noqa: E402
-from studies.study.stats import T_975  # noqa: E402
+from studies.paper_bench.verdicts import T_975  # noqa: E402
 
 CLAIMS_PAGE = ROOT / "docs" / "paper" / "claims.md"
 BEGIN, END = "<!-- paper:begin -->", "<!-- paper:end -->"

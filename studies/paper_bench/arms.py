@@ -1,6 +1,6 @@
 """Worlds and arms: which runs there are, what each changes in the recipe of its world, and their order.
 
-Rivals have one setting each, their own KL weight, and are not tuned: the study (studies/study) tunes, on smaller tasks.
+Rivals have one setting each, their own KL weight, and are not tuned.
 """
 
 from __future__ import annotations

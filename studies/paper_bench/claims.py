@@ -20,7 +20,6 @@ KEEPS_UP = 0.05
 NUM_ATTACKS = 64
 """Attacks of a version among which families are counted: as many as the samples in which our notes count answers."""
 OVERLAP_LINK = "[overlap](../overlap/cells.jsonl), rehearsed at the pace of GPUs"
-STUDY_LINK = "[asynchrony study](../asynchrony/tables.md), tuned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +126,9 @@ def _frontier() -> Iterator[Claim]:
         pairs=lambda evidence: evidence.lost_with_lag(),
         why="one KL weight each, the recipe's rate, not tuned",
     )
-    yield from _kept()
     yield Claim(
         about="off-policyness (C3): TBA keeps",
-        paper=LAGS_OF_PAPER,
+        paper="TBA' trains at constant lag 2 and 10 (curves)",
         figure="math: accuracy at the end, `tba_prime` at lag 10 against lag 2",
         pairs=_gap("math", "tba_prime-lag10", "tba_prime-lag2"),
         margin=KEEPS_UP,
@@ -143,32 +141,6 @@ def _frontier() -> Iterator[Claim]:
         pairs=lambda evidence: evidence.exact_ages(),
         why="what is older than the run is taken from the first version",
     )
-
-
-LAGS_OF_PAPER = "TBA' trains at constant lag 2 and 10 (curves)"
-
-
-def _kept() -> Iterator[Claim]:
-    for ours, lag, paper in (
-        *(("tb", lag, "`tb` learns from old data; TL;DR: 0.86 at k = 10") for lag in (16, 64)),
-        *(("tba_prime", lag, LAGS_OF_PAPER) for lag in (16, 64)),
-    ):
-        yield Claim(
-            about="off-policyness (C3): TBA keeps",
-            paper=paper,
-            figure=f"share of the area at lag 0 that is kept at lag {lag}, `{ours}` against `grpo`; {STUDY_LINK}",
-            pairs=lambda evidence, ours=ours, lag=lag: evidence.study_kept(ours, "grpo", lag),
-            why="one right answer per prompt; imitation of the best loses less there"
-            + ("; nothing limits the drift of `tb`" if ours == "tb" else ""),
-        )
-    for ours in ("tb", "tba_prime"):
-        yield Claim(
-            about="off-policyness (C3): collapse",
-            paper="asked for by reviewers; no number",
-            figure=f"share of the runs at lags 16 and 64 that collapsed, `grpo` against `{ours}`; {STUDY_LINK}",
-            pairs=lambda evidence, ours=ours: evidence.study_collapsed(ours, "grpo"),
-            why="collapsed: ends below its start, or below 0.8 of its best",
-        )
 
 
 def _settings() -> Iterator[Claim]:

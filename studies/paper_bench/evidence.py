@@ -1,25 +1,20 @@
-"""Figures behind the claims, as pairs of the same seed and models, from the cells here and from the other studies."""
+"""Figures behind the claims, as pairs of the same seed and models, from the cells here and of the overlap study."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from studies.overlap import DATA as OVERLAP_DATA
 from studies.overlap import read as read_overlap
 from studies.overlap_bench.runs import Cell as OverlapCell
 from studies.overlap_bench.tables import is_usable, reached_s
-from studies.paper_bench.arms import ARMS, ROOT, START, WORLDS
+from studies.paper_bench.arms import ARMS, START, WORLDS
 from studies.paper_bench.data import Done, Unit, read_cells
 from studies.paper_bench.verdicts import Pairs
-from studies.study.cells import Line
-from studies.study.plan import Study, at_lag
-from studies.study.report import newest_study
 
 Figure = Callable[[Done], float | None]
-STUDY_DATA = ROOT / "docs" / "asynchrony" / "cells.jsonl"
 OVERLAP_TARGET = 0.75
 TLDR_KL, TLDR_WIN = "sampled.perplexity.per_token", WORLDS["tldr"].metric
 TB_FRONT = ("tb", "tb-beta0.2", "tb-beta0.0125")
@@ -34,7 +29,7 @@ class Evidence:
 
     @classmethod
     def of(cls, path: Path) -> Evidence:
-        """Read the cells of this benchmark that count; the other studies' are read when a claim asks."""
+        """Read the cells of this benchmark that count; the overlap study's are read when a claim asks."""
         return cls(read_cells(path))
 
     def arm(self, world: str, name: str) -> dict[Unit, Done]:
@@ -112,33 +107,6 @@ class Evidence:
                 found.setdefault(done.seed, []).append((same / sum(ages.values()), 0.99))
         return {seed: _means(pairs) for seed, pairs in sorted(found.items())}
 
-    @cached_property
-    def study(self) -> tuple[Study, str]:
-        """The study of asynchrony and the digest of its code."""
-        found, digest = newest_study(STUDY_DATA)
-        return Study(found), digest
-
-    def study_kept(self, ours: str, theirs: str, lag: int) -> Pairs:
-        """Return the share of the area at lag 0 that two methods keep at a lag."""
-        kept = [self._kept(method, lag) for method in (ours, theirs)]
-        return {seed: (kept[0][seed], kept[1][seed]) for seed in sorted(kept[0].keys() & kept[1].keys())}
-
-    def study_collapsed(self, ours: str, theirs: str) -> Pairs:
-        """Return the share of the runs at lags 16 and 64 that collapsed, of the other method and of ours, by seed."""
-        shares = []
-        for method in (theirs, ours):
-            runs = [self._at_lag(method, lag) for lag in (16, 64)]
-            seeds = set.intersection(*map(set, runs))
-            shares.append({seed: sum(each[seed].collapsed for each in runs) / len(runs) for seed in seeds})
-        return {seed: (shares[0][seed], shares[1][seed]) for seed in sorted(shares[0].keys() & shares[1].keys())}
-
-    def _kept(self, method: str, lag: int) -> dict[int, float]:
-        return _shares(self._at_lag(method, lag), self._at_lag(method, 0))
-
-    def _at_lag(self, method: str, lag: int) -> Mapping[int, Line]:
-        arms = (arm for arm in at_lag("addition", lag) if arm.method == method)
-        return next((self.study[0].found(arm) for arm in arms), {})
-
     def overlap(self, base: tuple[int, bool], mine: tuple[int, bool]) -> Pairs:
         """Return the seconds to the target of two arms of the overlap study, each (searchers, lock-step)."""
         lines = read_overlap(OVERLAP_DATA).lines
@@ -176,12 +144,6 @@ def mean_success(done: Done) -> float | None:
 def _front_at(perplexity: float, points: Sequence[tuple[float, float]]) -> float:
     """Return the best win rate of the points up to a perplexity; the first point always counts."""
     return max(win for kl, win in points if kl <= perplexity or (kl, win) == points[0])
-
-
-def _shares(part: Mapping[int, Line], whole: Mapping[int, Line]) -> dict[int, float]:
-    """Return which share of the area is left, by seed; a run that learned nothing to keep has none."""
-    both = sorted(part.keys() & whole.keys())
-    return {seed: part[seed].area / whole[seed].area for seed in both if whole[seed].area > 0}
 
 
 def _mean_of(rivals: Sequence[Pairs]) -> Pairs:

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from studies.data_file import PRODUCT, source_digest
+from studies.markdown import markdown
 from studies.pace import MAX_LATE_SHARE
 from studies.paper_bench.arms import ARMS, SEEDS, START, WORLDS, World, plan
 from studies.paper_bench.claims import CLAIMS
 from studies.paper_bench.data import Done
 from studies.paper_bench.evidence import TLDR_KL, Evidence
 from studies.paper_bench.verdicts import half_width
-from studies.study.tables import markdown
 
 Column = tuple[str, Callable[[Done], float | None], str]
 
@@ -58,8 +58,7 @@ def section_text(evidence: Evidence) -> str:
     done = f"{len(evidence.cells)} cells"
     left = _not_run(evidence)
     parts = [
-        f"{done}, {_sources(evidence)} Claims by measurement: {counts}; {len(missing)} have no data. Another study's "
-        f"rows: the asynchrony study's code has the digest `{evidence.study[1]}`.",
+        f"{done}, {_sources(evidence)} Claims by measurement: {counts}; {len(missing)} have no data.",
         _learned(evidence),
         table,
         f"**Not run**: {len(left)} of {sum(1 for _ in plan([*WORLDS], SEEDS))} cells of the plan"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from studies.study.stats import T_975
-
 Word = Literal["agrees", "disagrees", "undecided"]
 Pairs = Mapping[Any, tuple[float, float]]
 """Seed, or models and seed -> the figure on the side that the claim says is greater, and on the other."""
 MIN_PAIRS = 3
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t quantile 0.975 for 1 to 9 degrees of freedom."""
 # degrees of freedom from 10 to 30
 _MORE_T_975 = (
     *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064),

@@ -1,1 +1,0 @@
-"""The parts of studies/asynchrony.py."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import EngineError, EngineSettings, Request
 from tba_searcher.engines.tokenizer import check_vocabulary
-from tba_searcher.engines.torch.engine import EmbeddedEngine
+from tba_searcher.engines.torch.engine import EmbeddedEngine, most_rows
 from tba_searcher.engines.torch.exactness import NUM_TOKENS, tried_length
 from tba_searcher.engines.weight_check import check_loaded, swap_weights
 from tba_searcher.generation.version_pulls import WeightLoader
@@ -24,7 +24,7 @@ from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.chi_square import assert_follows
-from tests.support.engine_contract import MAX_PROMPT_TOKENS, V1, make_request, make_requests, run_all, tokens_of
+from tests.support.engine_contract import MAX_PROMPT_TOKENS, V1, finish, make_request, make_requests, run_all, tokens_of
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
 
@@ -77,6 +77,43 @@ def test_different_seeds_sample_different_responses(folders):
 def named_tensors(folder: Path, path: Path) -> Path:
     save_file({name: p.detach().contiguous() for name, p in hf_model(folder).named_parameters()}, path)
     return path
+
+
+def test_after_an_update_each_prompt_is_computed_once_and_responses_follow(folders, tmp_path):
+    """Eight requests with two prompts; the tokens of the forward passes are counted, padding included."""
+    engine, tensors = make_engine(folders["llama", False, 0]), named_tensors(folders["llama", False, 1], tmp_path / "x")
+    prompts = [tuple(range(3, 33)), tuple(range(32, 2, -1))]
+    limits = {"eos_ids": (), "max_response_tokens": 12}
+    requests = [make_request(str(i), prompts[i % 2], Sampling.of(1.0), **limits) for i in range(8)]
+    for request in requests[:4]:
+        engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    for request in requests[4:]:
+        engine.submit(request)
+    for _ in range(2):
+        engine.step()
+    engine.load_weights([tensors], V1)
+    sizes: list[int] = []
+    engine._model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    engine.step()
+    num_prefix, num_begun, num_decoded = 2 * 29, 4 * 7 + 4 * 2, 8
+    assert sum(sizes) == num_prefix + num_begun + num_decoded
+    model, done = hf_model(folders["llama", False, 1]), list(finish(engine))
+    assert len(done) == 8
+    for completion in done:
+        start = completion.version_spans[-1].start
+        expected = hf_logprobs(model, requests[int(completion.request_id)], completion.response_tokens)
+        np.testing.assert_allclose(completion.sampler_logprobs[start:], expected[start:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num"), [([1], 1), ([3, 3, 3], 3), ([1, 1, 8], 2), ([1, 2, 2, 2], 4), ([2048, 2048, 2048], 2)]
+)
+def test_a_padded_pass_takes_rows_of_about_one_length(lengths, num):
+    assert most_rows(lengths) == num
 
 
 @pytest.mark.parametrize("damage", ["none", "params_sha256", "canary", "canary that allows everything"])

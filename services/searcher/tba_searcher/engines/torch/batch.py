@@ -316,13 +316,21 @@ class KVCache(Cache):
 
     def plan_prefill(self, slots: Tensor) -> None:
         """Have the next forward pass write keys and values to slots (int64 [N]) from position 0 on."""
-        self._plan.slots, self._plan.flat_positions = slots, None
+        self._plan.slots, self._plan.flat_positions, self._plan.positions = slots, None, None
+
+    def plan_extension(self, slots: Tensor, positions: Tensor, length: int) -> None:
+        """Have the next forward pass write several tokens to slots (int64 [N]), at `positions` (int64 [N, S]).
+
+        Its queries attend to the first `length` positions of their slots.
+        """
+        self._plan.slots, self._plan.positions, self._plan.length = slots, positions, length
 
     def plan_decode(self, positions: Tensor, length: int) -> None:
         """Have the next forward pass write one token at `positions` (int64 [N], all below `length`) to slots 0..N-1."""
         num_heads, max_len = self._kv.shape[3], self._kv.shape[4]
         lines = torch.arange(len(positions) * num_heads, device=positions.device).view(-1, num_heads)
         self._plan.flat_positions, self._plan.length = (lines * max_len + positions[:, None]).flatten(), length
+        self._plan.positions = None
 
     def copy_slots(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy positions [0, length) of slots `source` to slots `target` (int64 [N] each, no slot in both)."""
@@ -334,7 +342,9 @@ class _WritePlan:
     """Where the next forward pass writes; `KVCache` sets it, its layers read it."""
 
     slots: Tensor
-    """The slots that a prefill fills."""
+    """The slots that a prefill or an extension fills."""
+    positions: Tensor | None = None
+    """The new positions of each slot, [N, S]; None but for an extension."""
     flat_positions: Tensor | None = None
     """The new position of each slot and head in the flat tensor of a layer, [N * heads]; None during a prefill."""
     length: int = 0
@@ -359,6 +369,11 @@ class _KVLayer(CacheLayerMixin):
         plan, length = self._plan, key_states.shape[2]
         assert self.keys is not None
         assert self.values is not None
+        if plan.positions is not None:
+            # [N, S, heads, dim], as an index of slots and positions around the heads takes it
+            place = (plan.slots[:, None], slice(None), plan.positions)
+            self.keys[place], self.values[place] = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            return self.keys[plan.slots, :, : plan.length], self.values[plan.slots, :, : plan.length]
         if plan.flat_positions is None:
             # prefill: sequences start at position 0 and attend to nothing but themselves
             self.keys[plan.slots, :, :length] = key_states

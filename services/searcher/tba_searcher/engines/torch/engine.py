@@ -148,11 +148,8 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> list[Completion]:
-        batch = self._batch
         if self._cache_is_stale:
-            # keys and values under the new weights; shortest first, so that each prefill pads little
-            slots = sorted((i for i in batch.active_slots() if batch.position[i] > 0), key=lambda i: batch.position[i])
-            self._prefill([batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots], slots)
+            self._compute_again()
             self._cache_is_stale = False
         self._fill_slots()
         moves = self._batch.compact()
@@ -280,20 +277,10 @@ class EmbeddedEngine:
         positions = self._tensor(batch.position[:num_used].copy())
         length = int(batch.position[:num_used].max()) + 1
         self._cache.plan_decode(positions, length)
-        # slots have different lengths: hide the positions beyond each one, which hold anything
-        columns, masks = self._columns[:length], {}
-        for kind, window in self._windows.items():
-            hidden = columns > positions[:, None]
-            if window is not None:
-                hidden |= columns <= positions[:, None] - window
-            mask = torch.zeros((num_used, length), dtype=self._model.dtype, device=self._device)
-            masks[kind] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        # where all layers see the same, models of every kind take one mask
-        is_one = len(set(self._windows.values())) == 1
         output = self._model(
             input_ids=self._tensor(batch.current_tokens())[:, None],
             position_ids=positions[:, None],
-            attention_mask=next(iter(masks.values())) if is_one else masks,
+            attention_mask=self._masks(positions[:, None], length),
             past_key_values=self._cache,
             use_cache=True,
         )
@@ -327,19 +314,73 @@ class EmbeddedEngine:
     def _fill_slots(self) -> None:
         """Put waiting requests into free slots, after a prefill of the prompts that are not cached."""
         while self._waiting and self._batch.num_active < self.num_slots:
-            num_free = self.num_slots - self._batch.num_active
-            admitted, new_prefixes = self._prefixes.admit(self._waiting, num_free)
-            if new_prefixes:
-                self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
-            source = [self._prefixes.slot_of(request) for request in admitted]
+            admitted = self._admit(self._waiting, self.num_slots - self._batch.num_active)
             target = list[int]()
             for request in admitted:
                 seed, is_greedy = request.sampling.seed, request.sampling.temperature == 0
                 own = None if seed is None or is_greedy else _generator(self._device, seed)
                 target.append(self._batch.add(request, self.version, own))
-            # all prompt tokens but the last, with which the request begins to decode
-            longest = max(len(request.prompt_tokens) for request in admitted) - 1
-            self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
+            self._copy_prefixes(admitted, target)
+
+    def _admit(self, waiting: deque[Request], most: int) -> list[Request]:
+        """Remove up to `most` requests from `waiting`, after a prefill of their prompts that are not cached."""
+        admitted, new_prefixes = self._prefixes.admit(waiting, most)
+        if new_prefixes:
+            self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
+        return admitted
+
+    def _copy_prefixes(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Copy all prompt tokens but the last, with which a request begins to decode, to the slots of requests."""
+        source = [self._prefixes.slot_of(request) for request in requests]
+        longest = max(len(request.prompt_tokens) for request in requests) - 1
+        self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(slots)), longest)
+
+    def _compute_again(self) -> None:
+        """Compute keys and values of active requests under new weights: each prompt once, then the responses so far."""
+        batch = self._batch
+        slots = batch.active_slots()
+        waiting = deque(active.request for slot in slots if (active := batch.requests[slot]) is not None)
+        left = iter(slots)
+        while waiting:
+            admitted = self._admit(waiting, len(waiting))
+            self._copy_prefixes(admitted, [next(left) for _ in admitted])
+        # shortest first, so that each pass pads little
+        begun = sorted((slot for slot in slots if batch.num_response_tokens(slot)), key=batch.num_response_tokens)
+        while begun:
+            num = most_rows([batch.num_response_tokens(slot) for slot in begun])
+            self._extend(begun[:num])
+            begun = begun[num:]
+
+    def _extend(self, slots: Sequence[int]) -> None:
+        """Compute keys and values of the response tokens so far, after those of the prompts, in one padded pass."""
+        batch, rows = self._batch, np.array(slots)
+        nums = np.array([batch.num_response_tokens(slot) for slot in slots])
+        # [N, S], from the last prompt token on; padding computes the last token of its row again
+        columns = np.minimum(np.arange(nums.max()), nums[:, None] - 1)
+        positions = (batch.position[rows] - nums)[:, None] + columns
+        length = int(batch.position[rows].max())
+        self._cache.plan_extension(self._tensor(rows), self._tensor(positions), length)
+        places = self._tensor(positions)
+        self._model.base_model(
+            input_ids=self._tensor(batch.tokens[rows[:, None], positions]),
+            position_ids=places,
+            attention_mask=self._masks(places, length),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+    def _masks(self, positions: Int[Tensor, "N S"], length: int) -> Tensor | dict[str, Tensor]:
+        """Return the mask of queries at `positions` over the first `length` places of their slots, by kind of layer."""
+        # slots have different lengths: hide the positions beyond each one, which hold anything
+        columns, masks = self._columns[:length], {}
+        for kind, window in self._windows.items():
+            hidden = columns > positions[..., None]
+            if window is not None:
+                hidden |= columns <= positions[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+            masks[kind] = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [N, 1, S, L]
+        # where all layers see the same, models of every kind take one mask
+        return next(iter(masks.values())) if len(set(self._windows.values())) == 1 else masks
 
     def _prefill(self, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
         """Compute keys and values of whole sequences, right-padded, a few thousand tokens at a time."""
@@ -424,6 +465,16 @@ def sample(
     drawn = torch.searchsorted(upto, random * upto[:, -1:], right=True)[:, 0].clamp(max=upto.shape[1] - 1)
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def most_rows(lengths: Sequence[int]) -> int:
+    """Return how many of some rows, shortest first, one padded pass takes: at most a quarter of it is padding."""
+    num = 1
+    while num < len(lengths) and lengths[num] * (num + 1) <= _PREFILL_TOKENS:
+        if sum(lengths[: num + 1]) < 0.75 * lengths[num] * (num + 1):
+            break
+        num += 1
+    return num
 
 
 def _limited(logits: Float[Tensor, "M V"], top_k: Int[Tensor, " M"], top_p: Float[Tensor, " M"]) -> Tensor:

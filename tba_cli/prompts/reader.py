@@ -21,6 +21,7 @@ from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
 from tba_cli.prompts.sources import Row, dataset_rows, jsonl_rows
 
+GYM_PROGRAM = "tba_cli.prompts.reasoning_gym"
 COLUMNS_HINT = "; rows of another shape are for [[data.sets]] in a recipe, which says what their columns are"
 MAX_CHUNK_PROMPTS = 1000
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
@@ -95,33 +96,47 @@ def _names_heldout(recipe: Recipe) -> bool:
 
 def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
     """Return the prompts of `[[data.sets]]`; rows with equal content become one prompt."""
-    gold = gold_keys(recipe)
+    gold, sets = gold_keys(recipe), recipe.data.sets
+    chosen = [(split, section) for split in splits for section in sets if split in section.splits]
+    gyms = _gym_entries([section for _, section in chosen])
+    read: list[tuple[Split, DataSet, list[Row], list[Any]]] = []
+    for split, section in chosen:
+        rows = list(_rows_of(section, section.splits[split], gyms))
+        if not rows:
+            raise ConfigError(f"data set {section.dataset} holds no rows of split {section.splits[split]!r}")
+        read.append((split, section, rows, _texts_of(section, rows)))
+    _render_chats(recipe, [(section, rows, texts) for _, section, rows, texts in read])
     found: dict[str, Prompt] = {}
-    for split in splits:
-        for section in recipe.data.sets:
-            if split not in section.splits:
-                continue
-            rows = list(_rows_of(section, section.splits[split]))
-            if not rows:
-                raise ConfigError(f"data set {section.dataset} holds no rows of split {section.splits[split]!r}")
-            for row, text in zip(rows, _texts_of(recipe, section, rows), strict=True):
-                try:
-                    prompt = prompt_of(section, split, text, row.values)
-                    check_gold(prompt, gold)
-                except RowError as error:
-                    raise ConfigError(f"{row.where}: {error}") from None
-                found.setdefault(prompt.prompt_id, prompt)
+    for split, section, rows, texts in read:
+        for row, text in zip(rows, texts, strict=True):
+            try:
+                prompt = prompt_of(section, split, text, row.values)
+                check_gold(prompt, gold)
+            except RowError as error:
+                raise ConfigError(f"{row.where}: {error}") from None
+            found.setdefault(prompt.prompt_id, prompt)
     return list(found.values())
 
 
-def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
+def _gym_entries(sections: Sequence[DataSet]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the entries of each data set of reasoning-gym. One program makes all, for its start takes seconds."""
+    asked = [
+        {"name": each.reasoning_gym, "options": each.options, "num_rows": each.num_rows or 500}
+        for each in sections
+        if each.reasoning_gym is not None
+    ]
+    if asked:
+        for settings, entries in zip(asked, ask_program(GYM_PROGRAM, [json.dumps(asked)]), strict=True):
+            yield [{**settings, **entry} for entry in entries]
+
+
+def _rows_of(section: DataSet, split: str, gyms: Iterator[list[dict[str, Any]]]) -> Iterator[Row]:
     if section.texts is not None:
         yield from (Row(f"texts, item {number}", {"text": text}) for number, text in enumerate(section.texts, start=1))
     elif section.reasoning_gym is not None:
-        settings = {"name": section.reasoning_gym, "options": section.options, "num_rows": section.num_rows or 500}
-        for number, entry in enumerate(ask_program("tba_cli.prompts.reasoning_gym", [json.dumps(settings)]), start=1):
+        for number, entry in enumerate(next(gyms), start=1):
             prompt = [{"role": "user", "content": entry["question"]}]
-            yield Row(f"reasoning_gym {section.reasoning_gym}, row {number}", {**settings, **entry, "prompt": prompt})
+            yield Row(f"reasoning_gym {section.reasoning_gym}, row {number}", {**entry, "prompt": prompt})
     elif section.dataset is not None and section.dataset.endswith(".jsonl"):
         if split != "train" or section.subset is not None:
             raise ConfigError(f"file {section.dataset} has the split `train` alone, and no subsets")
@@ -133,8 +148,8 @@ def _rows_of(section: DataSet, split: str) -> Iterator[Row]:
         yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns)
 
 
-def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str]:
-    """Return the text of each row; messages become text by the chat template of the starting model."""
+def _texts_of(section: DataSet, rows: Sequence[Row]) -> list[Any]:
+    """Return the text of each row, or its messages."""
     if section.texts is not None:
         return [row.values["text"] for row in rows]
     texts: list[Any] = []
@@ -143,28 +158,34 @@ def _texts_of(recipe: Recipe, section: DataSet, rows: Sequence[Row]) -> list[str
             texts.append(text_of(section, row.values))
         except RowError as error:
             raise ConfigError(f"{row.where}: {error}") from None
-    chats = {number: text for number, text in enumerate(texts) if isinstance(text, list)}
-    if chats:
-        folder = recipe.model.path
-        if not (Path(folder) / "config.json").is_file():
-            raise ConfigError(
-                f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
-                "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
-            )
-        words = ["chat", folder, *["--trust"] * recipe.model.trust_remote_code]
-        words += ["--template-kwargs", json.dumps(section.chat_template_kwargs)]
-        texts_of_chats = json.dumps(list(chats.values()))
-        answers = ask_program("tba_cli.starter_models.convert", words, texts=texts_of_chats)
-        for number, answer in zip(chats, answers, strict=True):
-            if "error" in answer:
-                raise ConfigError(f"{rows[number].where}: column {section.column!r}: {answer['error']}")
-            texts[number] = answer["text"]
-    elif section.chat_template_kwargs:
+    if section.chat_template_kwargs and not any(isinstance(text, list) for text in texts):
         raise ConfigError(
             f"{rows[0].where}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
             "remove them"
         )
     return texts
+
+
+def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[Any]]]) -> None:
+    """Put texts in the places of messages, by the chat template of the starting model, in one program for all."""
+    folder, chats = recipe.model.path, dict[str, list[tuple[DataSet, Row, list[Any], int]]]()
+    for section, rows, texts in read:
+        for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            if isinstance(text, list):
+                chats.setdefault(json.dumps(section.chat_template_kwargs), []).append((section, row, texts, number))
+    if chats and not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
+            "holds no model yet; make or fetch it first (tba data prepare RECIPE), or give prompts as text"
+        )
+    for kwargs, places in chats.items():
+        words = ["chat", folder, *["--trust"] * recipe.model.trust_remote_code, "--template-kwargs", kwargs]
+        messages = json.dumps([texts[number] for _, _, texts, number in places])
+        answers = ask_program("tba_cli.starter_models.convert", words, texts=messages)
+        for (section, row, texts, number), answer in zip(places, answers, strict=True):
+            if "error" in answer:
+                raise ConfigError(f"{row.where}: column {section.column!r}: {answer['error']}")
+            texts[number] = answer["text"]
 
 
 def gold_keys(recipe: Recipe) -> Gold:

@@ -1,7 +1,8 @@
-"""`python -m tba_cli.prompts.reasoning_gym SETTINGS`: make questions with the library of that name.
+"""`python -m tba_cli.prompts.reasoning_gym LIST`: make the questions of some data sets with the library of that name.
 
-A recipe always has the same prompts. Some generators draw from Python's own random numbers, which are seeded here, or
-depend on the order of a set, which `run_program` fixes. SETTINGS and the answer are JSON.
+LIST has the arguments of `entries` for each data set; it and the answer are JSON. A recipe always has the same prompts.
+Some generators draw from Python's own random numbers, which are seeded here, or depend on the order of a set, which
+`run_program` fixes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def plain(value: Any) -> Any:
 if __name__ == "__main__":
     try:
         with contextlib.redirect_stdout(sys.stderr):  # a generator may print
-            made = entries(**json.loads(sys.argv[1]))
+            made = [entries(**settings) for settings in json.loads(sys.argv[1])]
     except ConfigError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(made, default=plain))

@@ -252,7 +252,7 @@ def _run_trl(cell: Cell) -> Result:
         "dtype": "float32",
         "bf16": True,
         "num_steps": NUM_STEPS,
-        "micro_batch": sampling.prompts_per_batch * sampling.group_size,
+        "micro_batch": 8,  # as fast as 32 in less memory, or faster
         "num_rollouts": sampling.prompts_per_batch * sampling.group_size,
         "group_size": sampling.group_size,
         "max_response_tokens": recipe.searcher.max_response_tokens,

@@ -1,0 +1,72 @@
+"""studies/pretrained.py: when a run reached a reward, the choice of a rate, the recipe of a cell, and the tables."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from studies.data_file import append_line
+from studies.pretrained import NUM_STEPS, WINDOW, Cell, Result, Side, best_cell, read_results, recipe_of, tables
+
+
+def make_result(rewards: list[float], *, side: Side = "trl", rate: float = 1e-5, seed: int = 100) -> Result:
+    cell = Cell(side=side, learning_rate=rate, schedule="constant", seed=seed)
+    second = 20.0 if side == "trl" else 5.0
+    steps = [
+        {"step": number, "seconds": second * number, "reward": reward, "num_tokens": 640, "num_rollouts": 32}
+        for number, reward in enumerate(rewards, 1)
+    ]
+    return Result(cell=cell, start_s=10.0, peak_bytes=2**30, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "step"),
+    [
+        ([0.2] * 4 + [0.9], None),
+        ([0.2] * 5, None),
+        ([1.0] * (WINDOW - 1), None),
+        ([0.2, 0.2] + [0.6] * WINDOW, 6),
+        ([0.5] * WINDOW, 5),
+    ],
+)
+def test_a_target_is_reached_by_the_mean_of_the_last_batches(rewards: list[float], step: int | None):
+    found = make_result(rewards).reached(0.5)
+    assert (None if found is None else found["step"]) == step
+
+
+def test_the_rate_with_fewest_steps_is_best_and_without_any_the_one_with_the_best_reward():
+    def by_cell(*results: Result) -> dict[Cell, Result]:
+        return {result.cell: result for result in results}
+
+    slow, fast = make_result([0.1] * 9 + [0.6] * 5), make_result([0.1] * 5 + [0.6] * 5, rate=2e-5)
+    other = make_result([1.0] * 9, rate=4e-5, side="tba")
+    assert best_cell(by_cell(slow, fast, other), "trl") == fast.cell
+    low, high = make_result([0.1] * 9), make_result([0.3] * 9, rate=2e-5)
+    assert best_cell(by_cell(low, high), "trl") == high.cell
+    # a seed of the comparison decides nothing
+    seen = make_result([1.0] * 9, rate=8e-5, seed=0)
+    assert best_cell(by_cell(low, high, seen), "trl") == high.cell
+
+
+def test_a_cell_has_the_recipe_of_make_real_but_for_rate_prompts_and_evaluations():
+    cell = Cell(side="tba", learning_rate=4e-5, schedule="linear", seed=3)
+    recipe, _ = recipe_of(cell)
+    rate = recipe.trainer.learning_rate
+    assert (rate.kind, rate.value, rate.final, rate.steps) == ("linear", 4e-5, 0.0, NUM_STEPS)
+    assert (recipe.run.seed, recipe.trainer.num_steps, recipe.data.selection) == (3, NUM_STEPS, "epochs")
+    assert recipe.eval.every_steps > NUM_STEPS
+
+
+def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
+    data = tmp_path / "trl.jsonl"
+    for seed in (0, 1):
+        for side, num in (("trl", 10), ("tba", 20)):
+            append_line(data, asdict(make_result([0.1] * num + [0.9] * WINDOW, side=side, seed=seed)))
+    append_line(data, asdict(make_result([0.1] * 6, side="tba", seed=2)))  # its pair is missing
+    text = "\n".join(tables(read_results(data)))
+    # 0.5 comes with the third good batch: step 13 of TRL, step 23 of tba
+    assert "| seconds to 0.5 | 260 | 115 | 260 | 115 | **2.26** (2.26 to 2.26) |" in text
+    assert "| step to 0.5 | 13 | 23 | 13 | 23 | **0.57** (0.57 to 0.57) |" in text
+    assert "| seconds per step | 20 | 5 | 20 | 5 | **4.00** (4.00 to 4.00) |" in text

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -130,15 +131,20 @@ def read_results(path: Path) -> dict[Cell, Result]:
 
 
 def best_cell(results: dict[Cell, Result], side: Side) -> Cell:
-    """Return the tuning cell that reached the last target in fewest steps, of equal ones that with the best reward."""
+    """Return the tuning cell that reached the last target in fewest steps, of equal ones that with the best reward.
+
+    A run that goes on and ends below the first target has lost what it had: its rate is out. TRL's runs end at the
+    target, so this is held against tba alone.
+    """
     tried = [result for cell, result in results.items() if cell.side == side and cell.seed in TUNING_SEEDS]
     if not tried:
         raise SystemExit(f"error: {side} has no tuning runs; run `tune` first")
 
     def badness(result: Result) -> tuple[float, float]:
-        found = result.reached(TARGETS[-1])
-        best = max(statistics.mean(s["reward"] for s in result.steps[i : i + WINDOW]) for i in range(len(result.steps)))
-        return (found["step"] if found else float("inf"), -best)
+        found, rewards = result.reached(TARGETS[-1]), [step["reward"] for step in result.steps]
+        best = max(statistics.mean(rewards[i : i + WINDOW]) for i in range(len(rewards)))
+        is_lost = statistics.mean(rewards[-WINDOW:]) < TARGETS[0]
+        return (found["step"] if found and not is_lost else float("inf"), -best)
 
     return min(tried, key=badness).cell
 
@@ -240,7 +246,8 @@ def _run_trl(cell: Cell) -> Result:
     _make_venv()
     recipe, _ = recipe_of(cell)
     folder = ROOT / "build" / "pretrained" / "trl"
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     prompts = [{"text": each.text, "data": each.data} for each in prompts_of(recipe) if each.split == "train"]
     sampling = recipe.sampling
     settings = {
@@ -268,11 +275,11 @@ def _run_trl(cell: Cell) -> Result:
     words = [str(VENV / "bin/python"), "-m", "studies.pretrained_trl_program", str(folder / "settings.json")]
     started_s = time.time()
     with (folder / "log").open("w") as log:
-        done = subprocess.run(words, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True)
-    if done.returncode:
-        raise SystemExit(f"error: TRL ended with {done.returncode}: {(folder / 'log').read_text()[-2000:]}")
+        code = subprocess.run(words, cwd=ROOT, env=environ, stdout=log, stderr=log).returncode
+    if code:
+        raise SystemExit(f"error: TRL ended with {code}: {(folder / 'log').read_text()[-2000:]}")
     took_s = time.time() - started_s
-    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return Result(
         cell=cell,
         start_s=round(took_s - steps[-1]["seconds"], 1),

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Train, and print one JSON line for each step."""
+    """Train, and write one JSON line for each step to steps.jsonl in the folder of the settings."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     warnings.simplefilter("ignore")
     import torch
@@ -121,7 +121,8 @@ def _clock(settings: dict[str, Any], scored: list[dict[str, float]], timed: dict
                 "seconds": time.monotonic() - self.began_s,
                 "peak_bytes": usage.ru_maxrss * 1024,
             }
-            print(json.dumps(figures | timed | scored[-1]), flush=True)
+            with (Path(settings["folder"]) / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(figures | timed | scored[-1]) + "\n")
             last = [each["reward"] for each in scored[-settings["window"] :]]
             # set, and never taken back: transformers sets it at the last step
             if len(last) == settings["window"] and sum(last) / len(last) >= settings["target"]:

@@ -45,6 +45,8 @@ def test_the_rate_with_fewest_steps_is_best_and_without_any_the_one_with_the_bes
     assert best_cell(by_cell(slow, fast, other), "trl") == fast.cell
     low, high = make_result([0.1] * 9), make_result([0.3] * 9, rate=2e-5)
     assert best_cell(by_cell(low, high), "trl") == high.cell
+    lost = make_result([0.6] * 5 + [0.1] * 9, rate=4e-5)
+    assert best_cell(by_cell(slow, fast, lost), "trl") == fast.cell
     # a seed of the comparison decides nothing
     seen = make_result([1.0] * 9, rate=8e-5, seed=0)
     assert best_cell(by_cell(low, high, seen), "trl") == high.cell

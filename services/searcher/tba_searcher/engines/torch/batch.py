@@ -82,6 +82,12 @@ class Batch:
         """Return the slots that hold a request."""
         return [slot for slot in range(self.num_used) if self.requests[slot] is not None]
 
+    def request_of(self, slot: int) -> Request:
+        """Return the request in a slot that holds one."""
+        active = self.requests[slot]
+        assert active is not None
+        return active.request
+
     def add(self, request: Request, version: PolicyVersion, generator: Any = None) -> int:
         """Put a request into a slot, and return the slot.
 
@@ -195,11 +201,9 @@ class Batch:
         by_string = np.zeros(num, np.bool_)
         # stop strings need text, hence Python per slot: only for slots that have some and may end here
         for slot in np.flatnonzero(self._has_stops[:num] & ~stopped & (position >= self._first_end[:num])).tolist():
-            active = self.requests[slot]
-            assert active is not None
             assert completes_stop is not None
             response = self.tokens[slot, self._prompt_len[slot] : position[slot] + 1]
-            by_string[slot] = completes_stop(response, active.request)
+            by_string[slot] = completes_stop(response, self.request_of(slot))
         finished = np.flatnonzero(stopped | by_string | (position >= self._last_position[:num]))
         return [
             (slot, "stop" if stopped[slot] else "stop_string" if by_string[slot] else "length")

@@ -51,6 +51,8 @@ from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_
 
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
+_EXTENSION_KEYS = 4 * _PREFILL_TOKENS
+"""Most keys of one pass over responses."""
 _BELOW_ONE = 1.0 - 2.0**-50
 """Largest random number of a draw: its product with the sum of all probabilities stays below that sum."""
 
@@ -338,16 +340,22 @@ class EmbeddedEngine:
     def _compute_again(self) -> None:
         """Compute keys and values of active requests under new weights: each prompt once, then the responses so far."""
         batch = self._batch
-        slots = batch.active_slots()
-        waiting = deque(active.request for slot in slots if (active := batch.requests[slot]) is not None)
-        left = iter(slots)
+        active = [(each.request.prompt_tokens, slot) for slot, each in enumerate(batch.requests) if each is not None]
+        slots = [slot for _, slot in sorted(active)]  # equal prompts together: the prefix cache may not hold all
+        if not getattr(self._model, "_supports_attention_backend", False):
+            # code with an attention of its own, as GPT-Neo's, may take queries in the middle for those at the end
+            slots = sorted((slot for slot in slots if batch.position[slot]), key=lambda slot: batch.position[slot])
+            self._prefill([batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots], slots)
+            return
+        waiting, left = deque(batch.request_of(slot) for slot in slots), iter(slots)
         while waiting:
             admitted = self._admit(waiting, len(waiting))
             self._copy_prefixes(admitted, [next(left) for _ in admitted])
         # shortest first, so that each pass pads little
         begun = sorted((slot for slot in slots if batch.num_response_tokens(slot)), key=batch.num_response_tokens)
         while begun:
-            num = most_rows([batch.num_response_tokens(slot) for slot in begun])
+            longest = int(batch.position[begun].max())
+            num = most_rows([batch.num_response_tokens(slot) for slot in begun], longest)
             self._extend(begun[:num])
             begun = begun[num:]
 
@@ -467,10 +475,13 @@ def sample(
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
-def most_rows(lengths: Sequence[int]) -> int:
-    """Return how many of some rows, shortest first, one padded pass takes: at most a quarter of it is padding."""
+def most_rows(lengths: Sequence[int], longest: int) -> int:
+    """Return how many of some rows, shortest first, one padded pass takes.
+
+    At most a quarter of it is padding. Every row brings a copy of up to `longest` keys and values.
+    """
     num = 1
-    while num < len(lengths) and lengths[num] * (num + 1) <= _PREFILL_TOKENS:
+    while num < len(lengths) and (num + 1) * longest <= _EXTENSION_KEYS:
         if sum(lengths[: num + 1]) < 0.75 * lengths[num] * (num + 1):
             break
         num += 1

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data,models]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control real real-table overlap paper study test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control real real-table overlap paper study beside-trl test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -79,9 +79,15 @@ paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small reci
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.real  ## the age of rollouts with a pretrained model: tb_positive, tba_prime, GRPO at ages 0, 4, 16 (an hour or more; restartable)
+study: $(VENV)/.real  ## the age of rollouts with a pretrained model: three objectives at ages 0, 4, 16 (three hours; restartable)
+	$(BIN)/tba data prepare recipes/smollm2.toml
 	$(BIN)/python studies/pretrained_age.py run --workers $(WORKERS)
 	$(BIN)/python studies/pretrained_age.py report
+
+beside-trl: $(VENV)/.real  ## the pretrained model beside TRL's GRPOTrainer: seconds to a reward (two quiet hours; restartable)
+	$(BIN)/tba data prepare recipes/smollm2.toml
+	$(BIN)/python studies/pretrained.py tune
+	$(BIN)/python studies/pretrained.py compare
 
 $(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test
 	$(BIN)/python tools/install_helm.py $(BIN)

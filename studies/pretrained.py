@@ -6,7 +6,9 @@
 
 Both train SmolLM2-135M-Instruct on the questions of recipes/smollm2.toml: float32 weights under bfloat16 autocast, 32
 rollouts a step, the same temperature, lengths and rule of reward. tba has the recipe's settings, but for prompts in
-epochs as TRL has them. TRL comes from pip, pinned, into build/trl-venv. Both may use all cores.
+epochs as TRL has them. TRL comes from pip, pinned, into build/trl-venv. Both may use all cores. What else differs is
+the design of each: TRL's batch is of the newest weights and its rewards too, tba's is two or three steps old. TRL
+generates with the float32 weights under autocast, tba with a bfloat16 copy. TRL clips gradients at norm 1.
 
 The reward is the mean of the last WINDOW batches; it reaches the target when the step that trains on them ends. The
 clock runs from the begin of TRL's first step, and from the moment when tba's searcher has weights in its engine: starts
@@ -71,7 +73,7 @@ class Result:
     start_s: float
     """From the start of the command to the begin of the clock."""
     peak_bytes: int
-    """Memory of all processes of the side at once: proportional set size for tba, resident for TRL's one process."""
+    """Memory of all processes of the side at once. For TRL's one process it is the peak, for tba the largest sample."""
     steps: list[dict[str, float]]
     """`seconds` of the clock at its end, `reward`, `num_tokens` and `num_rollouts` of its batch."""
 
@@ -82,12 +84,14 @@ class Result:
                 return self.steps[end - 1]
         return None
 
-    @property
-    def step_s(self) -> float:
-        """Median seconds from the end of a step to the end of the next."""
-        return statistics.median(
-            after["seconds"] - before["seconds"] for before, after in zip(self.steps, self.steps[1:], strict=False)
-        )
+    def step_s(self, num_steps: int) -> float:
+        """Return the seconds of the first steps, each, but for the first one, which tba's clock begins before."""
+        return (self.steps[num_steps - 1]["seconds"] - self.steps[0]["seconds"]) / (num_steps - 1)
+
+    def answer_tokens(self, num_steps: int) -> float:
+        """Return the mean tokens of a response in the first steps."""
+        first = self.steps[:num_steps]
+        return sum(step["num_tokens"] for step in first) / sum(step["num_rollouts"] for step in first)
 
 
 def main() -> None:
@@ -159,7 +163,7 @@ def _run_missing(cells: Sequence[Cell], data: Path) -> None:
             result = _run_trl(cell) if cell.side == "trl" else _run_tba(cell)
             append_line(data, asdict(result))
             reached = ", ".join(f"{target} at step {_at(result, target, 'step')}" for target in TARGETS)
-            print(f"{cell}: {reached}, {result.step_s:.1f} s a step", file=sys.stderr, flush=True)
+            print(f"{cell}: {reached}, {result.step_s(len(result.steps)):.1f} s a step", file=sys.stderr, flush=True)
 
 
 def recipe_of(cell: Cell) -> tuple[Recipe, list[str]]:
@@ -244,12 +248,13 @@ def engine_ready_s(logs: Path) -> float:
 
 def _run_trl(cell: Cell) -> Result:
     _make_venv()
+    started_s = time.time()
     recipe, _ = recipe_of(cell)
     folder = ROOT / "build" / "pretrained" / "trl"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prompts = [{"text": each.text, "data": each.data} for each in prompts_of(recipe) if each.split == "train"]
-    sampling = recipe.sampling
+    sampling, (scorer,) = recipe.sampling, recipe.reward.tasks["chain_sum"].scorers
     settings = {
         "prompts": prompts,
         "model": recipe.model.path,
@@ -266,23 +271,23 @@ def _run_trl(cell: Cell) -> Result:
         "temperature": recipe.model.policy_temperature,
         "learning_rate": cell.learning_rate,
         "schedule": cell.schedule,
+        "rule": {name: getattr(scorer, name) for name in ("extract", "partial")},
         "window": WINDOW,
         "target": TARGETS[-1],
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "services/reward")])}
+    environ["OMP_WAIT_POLICY"] = "passive"  # as tba's processes: threads that spin lose most beside any other work
     words = [str(VENV / "bin/python"), "-m", "studies.pretrained_trl_program", str(folder / "settings.json")]
-    started_s = time.time()
     with (folder / "log").open("w") as log:
         code = subprocess.run(words, cwd=ROOT, env=environ, stdout=log, stderr=log).returncode
     if code:
         raise SystemExit(f"error: TRL ended with {code}: {(folder / 'log').read_text()[-2000:]}")
-    took_s = time.time() - started_s
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return Result(
         cell=cell,
-        start_s=round(took_s - steps[-1]["seconds"], 1),
+        start_s=round(steps[0].pop("began_at_s") - started_s, 1),
         peak_bytes=max(step.pop("peak_bytes") for step in steps),
         steps=steps,
     )
@@ -314,33 +319,31 @@ def tables(results: dict[Cell, Result]) -> Iterator[str]:
         for side, schedule, rate, cell in tried
     ]
     yield markdown(["side", "learning rate", *(f"steps to {target}" for target in TARGETS)], rows)
-    pairs: list[dict[Side, Result]] = []
-    for seed in SEEDS:
-        pair: dict[Side, Result] = {cell.side: result for cell, result in results.items() if cell.seed == seed}
-        if len(pair) == len(SIDES):
-            pairs.append(pair)
+    best = {side: best_cell(results, side) for side in SIDES}
+    cells = [{side: _at_seed(best[side], seed) for side in SIDES} for seed in SEEDS]
+    pairs = [
+        {side: results[cell] for side, cell in pair.items()} for pair in cells if set(pair.values()) <= set(results)
+    ]
     if not pairs:
         return
-    rates = {side: f"{pairs[0][side].cell.learning_rate:g} {pairs[0][side].cell.schedule}" for side in SIDES}
-    yield f"TRL at {rates['trl']}, tba at {rates['tba']}; the ratio is TRL's by tba's, above 1 tba is ahead:"
+    rates = [f"{side} at {cell.learning_rate:g} {cell.schedule}" for side, cell in best.items()]
+    yield f"{', '.join(rates)}; the ratio is TRL's by tba's, above 1 tba is ahead. Per step: of the steps of both."
+    # TRL's runs end at the target, and tba's answers are shorter later
+    shared = {id(result): min(len(each.steps) for each in pair.values()) for pair in pairs for result in pair.values()}
     names: list[tuple[str, Any]] = [
         (f"{unit} to {target}", lambda result, t=target, u=unit: (found := result.reached(t)) and found[u])
         for target in TARGETS
         for unit in ("seconds", "step")
     ]
     names += [
-        ("seconds per step", lambda result: result.step_s),
+        ("seconds per step", lambda result: result.step_s(shared[id(result)])),
+        ("tokens of a response", lambda result: result.answer_tokens(shared[id(result)])),
         ("seconds before the clock", lambda result: result.start_s),
         ("memory, GiB", lambda result: result.peak_bytes / 2**30),
-        ("tokens of a response", lambda result: _sum(result, "num_tokens") / _sum(result, "num_rollouts")),
     ]
     columns = [f"{side}, seed {pair[side].cell.seed}" for pair in pairs for side in SIDES]
     rows = [[name, *_figures(pairs, figure)] for name, figure in names]
     yield markdown(["figure", *columns, "ratio, median (range)"], rows)
-
-
-def _sum(result: Result, name: str) -> float:
-    return sum(step[name] for step in result.steps)
 
 
 def _figures(pairs: list[dict[Side, Result]], figure: Any) -> Iterator[str]:

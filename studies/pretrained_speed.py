@@ -2,10 +2,10 @@
 
     python studies/pretrained_speed.py [--rounds 3]
 
-Each is a process of its own with one thread, in bfloat16, and they take turns. All get the same 64 prompts of
+Each is a process of its own with one thread, in bfloat16, and they take turns. All get the same 32 prompts of
 recipes/smollm2.toml with 4 answers each, at the recipe's temperature and length; a response ends at its end of
 sequence. After one round to warm up, tokens count by wall time and by CPU time of the process. `generate` has batches
-of 64 rows. Needs `make test`'s environment for vLLM.
+of 32 rows. Needs `make test`'s environment for vLLM.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ from studies.markdown import markdown  # noqa: E402
 from tba.config import load_recipe  # noqa: E402
 
 ENGINES = ("embedded", "transformers", "vllm")
-NUM_PROMPTS, NUM_ANSWERS, NUM_SLOTS = 64, 4, 64
+NUM_PROMPTS, NUM_ANSWERS, NUM_SLOTS = 32, 4, 32
 Generate = Callable[[], list[int]]
 """Makes all answers; returns their lengths in tokens."""
 

@@ -1,8 +1,8 @@
 """One run of TRL's GRPOTrainer, in TRL's own environment: `python -m studies.pretrained_trl_program SETTINGS.json`.
 
 Synchronous: every step generates its rollouts with the newest weights and trains on them once. It ends at the target.
-What the settings do not name has TRL's default, but for two that its guide to memory and speed calls slow:
-no gradient checkpointing, and no pure bfloat16 weights, in which updates of 1e-5 are lost.
+What the settings do not name has TRL's default, but for two. Activations are not checkpointed, which is faster. Weights
+are float32, because updates of 1e-5 are lost in the file's bfloat16.
 """
 
 # pyright: reportMissingImports=false
@@ -34,7 +34,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])),
         processing_class=AutoTokenizer.from_pretrained(settings["model"], padding_side="left"),
-        reward_funcs=_reward(scored),
+        reward_funcs=reward_of(settings["rule"], scored),
         train_dataset=Dataset.from_list(rows),
         args=_config(settings),
     )
@@ -67,7 +67,7 @@ def _config(settings: dict[str, Any]) -> Any:
     )
 
 
-def _reward(scored: list[dict[str, float]]) -> Any:
+def reward_of(rule: dict[str, Any], scored: list[dict[str, float]]) -> Any:
     """Return the product's own rule as a reward function; every call adds what it saw to `scored`."""
     from tba_reward.scorer import Item
     from tba_reward.scorers.reasoning_gym import score
@@ -76,7 +76,6 @@ def _reward(scored: list[dict[str, float]]) -> Any:
         prompts: list[str], completions: list[str], completion_ids: Any, entry: list[str], **_: Any
     ) -> list[float]:
         items = zip(prompts, completions, entry, strict=True)
-        rule = {"extract": "last_number", "partial": False}
         rewards = [score(Item(prompt=p, response=c, data=json.loads(e)), rule) for p, c, e in items]
         num_tokens = sum(len(ids) for ids in completion_ids)
         scored.append({"reward": sum(rewards) / len(rewards), "num_tokens": num_tokens, "num_rollouts": len(rewards)})
@@ -108,10 +107,11 @@ def _clock(settings: dict[str, Any], scored: list[dict[str, float]], timed: dict
 
         def __init__(self) -> None:
             self.began_s: float | None = None
+            self.extra: dict[str, float] = {}
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             if self.began_s is None:
-                self.began_s = time.monotonic()
+                self.began_s, self.extra = time.monotonic(), {"began_at_s": time.time()}
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert self.began_s is not None
@@ -122,7 +122,8 @@ def _clock(settings: dict[str, Any], scored: list[dict[str, float]], timed: dict
                 "peak_bytes": usage.ru_maxrss * 1024,
             }
             with (Path(settings["folder"]) / "steps.jsonl").open("a") as file:
-                file.write(json.dumps(figures | timed | scored[-1]) + "\n")
+                file.write(json.dumps(figures | timed | scored[-1] | self.extra) + "\n")
+            self.extra = {}
             last = [each["reward"] for each in scored[-settings["window"] :]]
             # set, and never taken back: transformers sets it at the last step
             if len(last) == settings["window"] and sum(last) / len(last) >= settings["target"]:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from studies.data_file import append_line
-from studies.pretrained import NUM_STEPS, WINDOW, Cell, Result, Side, best_cell, read_results, recipe_of, tables
+from studies.pretrained import (
+    NUM_STEPS,
+    RECIPE,
+    SIDES,
+    WINDOW,
+    Cell,
+    Result,
+    Side,
+    best_cell,
+    read_results,
+    recipe_of,
+    tables,
+)
+from studies.pretrained_trl_program import reward_of
+from tba.config import load_recipe
 
 
 def make_result(rewards: list[float], *, side: Side = "trl", rate: float = 1e-5, seed: int = 100) -> Result:
@@ -53,12 +68,31 @@ def test_the_rate_with_fewest_steps_is_best_and_without_any_the_one_with_the_bes
 
 
 def test_a_cell_has_the_recipe_of_make_real_but_for_rate_prompts_and_evaluations():
-    cell = Cell(side="tba", learning_rate=4e-5, schedule="linear", seed=3)
-    recipe, _ = recipe_of(cell)
+    recipe, _ = recipe_of(Cell(side="tba", learning_rate=4e-5, schedule="linear", seed=3))
     rate = recipe.trainer.learning_rate
     assert (rate.kind, rate.value, rate.final, rate.steps) == ("linear", 4e-5, 0.0, NUM_STEPS)
-    assert (recipe.run.seed, recipe.trainer.num_steps, recipe.data.selection) == (3, NUM_STEPS, "epochs")
-    assert recipe.eval.every_steps > NUM_STEPS
+    given = load_recipe(RECIPE).model_dump()
+    changed = {
+        f"{section}.{key}"
+        for section, keys in recipe.model_dump().items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if value != given[section][key]
+    }
+    assert changed == {
+        *("run.seed", "data.selection", "eval.every_steps", "eval.num_prompts", "eval.num_prompts_final"),
+        *("trainer.num_steps", "trainer.learning_rate", "trainer.checkpoint_interval", "trainer.export"),
+    }
+
+
+def test_the_reward_of_trl_is_the_rule_of_the_recipe():
+    pytest.importorskip("reasoning_gym", reason="the rule is the library's")
+    scored: list[dict[str, float]] = []
+    entry = {"question": "1 + 2 =", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
+    reward = reward_of({"extract": "last_number", "partial": False}, scored)
+    found = reward(["", ""], ["It is 3.", "It is 4."], [[1, 2], [3]], [json.dumps(entry)] * 2)
+    assert found == [1.0, 0.0]
+    assert scored == [{"reward": 0.5, "num_tokens": 3, "num_rollouts": 2}]
 
 
 def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
@@ -67,6 +101,9 @@ def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
         for side, num in (("trl", 10), ("tba", 20)):
             append_line(data, asdict(make_result([0.1] * num + [0.9] * WINDOW, side=side, seed=seed)))
     append_line(data, asdict(make_result([0.1] * 6, side="tba", seed=2)))  # its pair is missing
+    for side in SIDES:
+        append_line(data, asdict(make_result([0.9] * WINDOW, side=side)))  # the rates are chosen by these
+        append_line(data, asdict(make_result([0.9] * WINDOW, side=side, rate=8e-5, seed=0)))  # of another rate
     text = "\n".join(tables(read_results(data)))
     # 0.5 comes with the third good batch: step 13 of TRL, step 23 of tba
     assert "| seconds to 0.5 | 260 | 115 | 260 | 115 | **2.26** (2.26 to 2.26) |" in text

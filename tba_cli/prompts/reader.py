@@ -97,7 +97,7 @@ def _names_heldout(recipe: Recipe) -> bool:
 def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
     """Return the prompts of `[[data.sets]]`; rows with equal content become one prompt."""
     gold, sets = gold_keys(recipe), recipe.data.sets
-    chosen = [(split, section) for split in splits for section in sets if split in section.splits]
+    chosen: list[tuple[Split, DataSet]] = [(split, each) for split in splits for each in sets if split in each.splits]
     gyms = _gym_entries([section for _, section in chosen])
     read: list[tuple[Split, DataSet, list[Row], list[Any]]] = []
     for split, section in chosen:

@@ -274,7 +274,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=type((*default, 0.0)[0]), nargs="+", default=default)
     for name, default in {"steps": 40, "workers": 1, "eval-samples": 2, "max-minutes": math.inf}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--json", type=Path, default=ROOT / "docs/pretrained/age.jsonl")
+    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "pretrained" / "age.jsonl")
     args = parser.parse_args()
     until_s = time.time() + 60 * args.max_minutes
     if args.command == "report":

@@ -1,7 +1,7 @@
 """A pretrained model: tba beside TRL's GRPOTrainer on the same cores, from the same start to the same reward.
 
-    python studies/pretrained.py tune    [--side trl tba] [--learning-rates ...] [--schedules ...]
-    python studies/pretrained.py compare [--side trl tba] [--seeds ...]     at the tuned rates, the sides in turn
+    python studies/pretrained.py tune    [--side trl tba tba_in_turn] [--learning-rates ...] [--schedules ...]
+    python studies/pretrained.py compare [--side ...] [--seeds ...]     at the tuned rates, the sides in turn
     python studies/pretrained.py report                                     the tables
 
 Both train SmolLM2-135M-Instruct on the questions of recipes/smollm2.toml: float32 weights under bfloat16 autocast, 32
@@ -46,8 +46,9 @@ from studies.whole_runs import records_of, run_module  # noqa: E402
 from tba.config import Recipe, load_recipe  # noqa: E402
 from tba_cli.prompts.reader import prompts_of  # noqa: E402
 
-Side = Literal["trl", "tba"]
-SIDES: tuple[Side, ...] = ("trl", "tba")
+Side = Literal["trl", "tba", "tba_in_turn"]
+SIDES: tuple[Side, ...] = ("trl", "tba", "tba_in_turn")
+"""`tba_in_turn` generates and trains in turn (`sampling.alternate`): nothing overlaps, and every batch is of age 0."""
 RECIPE, DATA, VENV = ROOT / "recipes/smollm2.toml", ROOT / "docs/pretrained/trl.jsonl", ROOT / "build/trl-venv"
 TUNING_SEEDS, SEEDS = (100,), (0, 1, 2)
 TARGETS, WINDOW = (0.4, 0.5), 5
@@ -177,6 +178,7 @@ def recipe_of(cell: Cell) -> tuple[Recipe, list[str]]:
         f"trainer.checkpoint_interval={10 * NUM_STEPS}",
         "trainer.export=false",
         "data.selection=epochs",
+        f"sampling.alternate={str(cell.side == 'tba_in_turn').lower()}",
         f"eval.every_steps={10 * NUM_STEPS}",
         "eval.num_prompts=1",
         "eval.num_prompts_final=1",
@@ -319,15 +321,15 @@ def tables(results: dict[Cell, Result]) -> Iterator[str]:
         for side, schedule, rate, cell in tried
     ]
     yield markdown(["side", "learning rate", *(f"steps to {target}" for target in TARGETS)], rows)
-    best = {side: best_cell(results, side) for side in SIDES}
-    cells = [{side: _at_seed(best[side], seed) for side in SIDES} for seed in SEEDS]
+    best = {side: best_cell(results, side) for side in SIDES if any(cell.side == side for cell in results)}
+    cells = [{side: _at_seed(cell, seed) for side, cell in best.items()} for seed in SEEDS]
     pairs = [
         {side: results[cell] for side, cell in pair.items()} for pair in cells if set(pair.values()) <= set(results)
     ]
-    if not pairs:
+    if not pairs or len(best) < len(SIDES):
         return
     rates = [f"{side} at {cell.learning_rate:g} {cell.schedule}" for side, cell in best.items()]
-    yield f"{', '.join(rates)}; the ratio is TRL's by tba's, above 1 tba is ahead. Per step: of the steps of both."
+    yield f"{', '.join(rates)}; ratios are TRL's by the other's. Per step: of the steps that all have."
     # TRL's runs end at the target, and tba's answers are shorter later
     shared = {id(result): min(len(each.steps) for each in pair.values()) for pair in pairs for result in pair.values()}
     names: list[tuple[str, Any]] = [
@@ -343,17 +345,18 @@ def tables(results: dict[Cell, Result]) -> Iterator[str]:
     ]
     columns = [f"{side}, seed {pair[side].cell.seed}" for pair in pairs for side in SIDES]
     rows = [[name, *_figures(pairs, figure)] for name, figure in names]
-    yield markdown(["figure", *columns, "ratio, median (range)"], rows)
+    yield markdown(["figure", *columns, *(f"ratio of {side}, median (range)" for side in SIDES[1:])], rows)
 
 
 def _figures(pairs: list[dict[Side, Result]], figure: Any) -> Iterator[str]:
     values = [[figure(pair[side]) for side in SIDES] for pair in pairs]
     yield from ("never" if value is None else f"{value:.3g}" for pair in values for value in pair)
-    ratios = [float("inf") if trl is None else trl / tba for trl, tba in values if tba is not None]
-    if len(ratios) < len(pairs):
-        yield "-"
-    else:
-        yield f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+    for number in range(1, len(SIDES)):
+        ratios = [float("inf") if row[0] is None else row[0] / row[number] for row in values if row[number] is not None]
+        if len(ratios) < len(pairs):
+            yield "-"
+        else:
+            yield f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _at(result: Result, target: float, unit: str) -> str:

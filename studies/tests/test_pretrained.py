@@ -98,7 +98,7 @@ def test_the_reward_of_trl_is_the_rule_of_the_recipe():
 def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
     data = tmp_path / "trl.jsonl"
     for seed in (0, 1):
-        for side, num in (("trl", 10), ("tba", 20)):
+        for side, num in (("trl", 10), ("tba", 20), ("tba_in_turn", 10)):
             append_line(data, asdict(make_result([0.1] * num + [0.9] * WINDOW, side=side, seed=seed)))
     append_line(data, asdict(make_result([0.1] * 6, side="tba", seed=2)))  # its pair is missing
     for side in SIDES:
@@ -106,6 +106,9 @@ def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
         append_line(data, asdict(make_result([0.9] * WINDOW, side=side, rate=8e-5, seed=0)))  # of another rate
     text = "\n".join(tables(read_results(data)))
     # 0.5 comes with the third good batch: step 13 of TRL, step 23 of tba
-    assert "| seconds to 0.5 | 260 | 115 | 260 | 115 | **2.26** (2.26 to 2.26) |" in text
-    assert "| step to 0.5 | 13 | 23 | 13 | 23 | **0.57** (0.57 to 0.57) |" in text
-    assert "| seconds per step | 20 | 5 | 20 | 5 | **4.00** (4.00 to 4.00) |" in text
+    assert (
+        "| seconds to 0.5 | 260 | 115 | 65 | 260 | 115 | 65 | **2.26** (2.26 to 2.26) | **4.00** (4.00 to 4.00) |"
+        in text
+    )
+    assert "| step to 0.5 | 13 | 23 | 13 | 13 | 23 | 13 | **0.57** (0.57 to 0.57) | **1.00** (1.00 to 1.00) |" in text
+    assert "| seconds per step | 20 | 5 | 5 | 20 | 5 | 5 | **4.00** (4.00 to 4.00) | **4.00** (4.00 to 4.00) |" in text

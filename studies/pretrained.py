@@ -1,8 +1,7 @@
 """A pretrained model: tba beside TRL's GRPOTrainer on the same cores, from the same start to the same reward.
 
-    python studies/pretrained.py tune    [--side trl tba tba_in_turn] [--learning-rates ...] [--schedules ...]
-    python studies/pretrained.py compare [--side ...] [--seeds ...]     at the tuned rates, the sides in turn
-    python studies/pretrained.py report                                     the tables
+    python studies/pretrained.py run [--side trl tba tba_in_turn] [--learning-rates ...] [--schedules ...] [--seeds ...]
+    python studies/pretrained.py report         the tables
 
 Both train SmolLM2-135M-Instruct on the questions of recipes/smollm2.toml: float32 weights under bfloat16 autocast, 32
 rollouts a step, the same temperature, lengths and rule of reward. tba has the recipe's settings, but for prompts in
@@ -12,9 +11,9 @@ generates with the float32 weights under autocast, tba with a bfloat16 copy. TRL
 
 The reward is the mean of the last WINDOW batches; it reaches the target when the step that trains on them ends. The
 clock runs from the begin of TRL's first step, and from the moment when tba's searcher has weights in its engine: starts
-of processes and loading count for neither. The tables have them too. `tune` takes a seed that is used for nothing else,
-and the best rate is the one with fewest steps: other work on the machine does not change it for TRL. `compare` needs a
-quiet machine. A finished run is one JSON line; a run that has a line is not made again, whatever the code is meanwhile.
+of processes and loading count for neither. The tables have them too. Seed 100 is for tuning. Steps are what counts
+there: other work on the machine does not change them for TRL. Seconds of the other seeds need a quiet machine. A
+finished run is one JSON line; a run that has a line is not made again, whatever the code is meanwhile.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,31 +98,22 @@ class Result:
 def main() -> None:
     """Run what is missing, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "compare", "report"))
+    parser.add_argument("what", choices=("run", "report"))
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-5, 2e-5, 4e-5, 8e-5], help="of tune")
-    parser.add_argument("--schedules", choices=("constant", "linear"), nargs="+", default=["constant", "linear"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of compare")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[2e-5, 4e-5, 8e-5])
+    parser.add_argument("--schedules", choices=("constant", "linear"), nargs="+", default=["constant"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*TUNING_SEEDS])
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
     args = parser.parse_args()
     # as Ctrl-C does: its processes end with it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.chdir(ROOT)  # the recipe names models/ relative to it
-    if args.what == "tune":
-        grid = [(rate, schedule) for rate in args.learning_rates for schedule in args.schedules]
-        cells = [
-            Cell(side=side, learning_rate=rate, schedule=schedule, seed=seed)
-            for seed in TUNING_SEEDS
-            for rate, schedule in grid
-            for side in args.side
-        ]
-        _run_missing(cells, args.data)
-    elif args.what == "compare":
-        results = read_results(args.data)
-        for number, seed in enumerate(args.seeds):
-            # in turn, so that a slow hour of the machine meets both
-            sides = args.side if number % 2 == 0 else args.side[::-1]
-            _run_missing([_at_seed(best_cell(results, side), seed) for side in sides], args.data)
+    if args.what == "run":
+        grid = list(product(args.seeds, args.learning_rates, args.schedules))
+        for number, (seed, rate, schedule) in enumerate(grid):
+            # in turn, so that a slow hour of the machine meets all
+            for side in args.side if number % 2 == 0 else args.side[::-1]:
+                _run_missing(Cell(side=side, learning_rate=rate, schedule=schedule, seed=seed), args.data)
     print("\n\n".join(tables(read_results(args.data))))
 
 
@@ -135,36 +126,13 @@ def read_results(path: Path) -> dict[Cell, Result]:
     return found
 
 
-def best_cell(results: dict[Cell, Result], side: Side) -> Cell:
-    """Return the tuning cell that reached the last target in fewest steps, of equal ones that with the best reward.
-
-    A run that goes on and ends below the first target has lost what it had: its rate is out. TRL's runs end at the
-    target, so this is held against tba alone.
-    """
-    tried = [result for cell, result in results.items() if cell.side == side and cell.seed in TUNING_SEEDS]
-    if not tried:
-        raise SystemExit(f"error: {side} has no tuning runs; run `tune` first")
-
-    def badness(result: Result) -> tuple[float, float]:
-        found, rewards = result.reached(TARGETS[-1]), [step["reward"] for step in result.steps]
-        best = max(statistics.mean(rewards[i : i + WINDOW]) for i in range(len(rewards)))
-        is_lost = statistics.mean(rewards[-WINDOW:]) < TARGETS[0]
-        return (found["step"] if found and not is_lost else float("inf"), -best)
-
-    return min(tried, key=badness).cell
-
-
-def _at_seed(cell: Cell, seed: int) -> Cell:
-    return Cell(**asdict(cell) | {"seed": seed})
-
-
-def _run_missing(cells: Sequence[Cell], data: Path) -> None:
-    for cell in cells:
-        if cell not in read_results(data):
-            result = _run_trl(cell) if cell.side == "trl" else _run_tba(cell)
-            append_line(data, asdict(result))
-            reached = ", ".join(f"{target} at step {_at(result, target, 'step')}" for target in TARGETS)
-            print(f"{cell}: {reached}, {result.step_s(len(result.steps)):.1f} s a step", file=sys.stderr, flush=True)
+def _run_missing(cell: Cell, data: Path) -> None:
+    if cell in read_results(data):
+        return
+    result = _run_trl(cell) if cell.side == "trl" else _run_tba(cell)
+    append_line(data, asdict(result))
+    reached = ", ".join(f"{target} at step {_at(result, target, 'step')}" for target in TARGETS)
+    print(f"{cell}: {reached}, {result.step_s(len(result.steps)):.1f} s a step", file=sys.stderr, flush=True)
 
 
 def recipe_of(cell: Cell) -> tuple[Recipe, list[str]]:
@@ -312,24 +280,29 @@ def _make_venv() -> None:
 
 def tables(results: dict[Cell, Result]) -> Iterator[str]:
     """Yield the tables as Markdown."""
-    yield "Tuning, seed 100:"
-    tried = sorted(
-        (cell.side, cell.schedule, cell.learning_rate, cell) for cell in results if cell.seed in TUNING_SEEDS
-    )
+    cells = sorted(results, key=lambda cell: (cell.seed not in TUNING_SEEDS, cell.learning_rate, cell.seed, cell.side))
     rows = [
-        [side, f"{rate:g} {schedule}", *(_at(results[cell], target, "step") for target in TARGETS)]
-        for side, schedule, rate, cell in tried
+        [
+            *(cell.side, f"{cell.learning_rate:g} {cell.schedule}", str(cell.seed), f"{len(results[cell].steps)}"),
+            *(_at(results[cell], target, unit) for target in TARGETS for unit in ("step", "seconds")),
+            f"{statistics.mean(step['reward'] for step in results[cell].steps[-WINDOW:]):.2f}",
+        ]
+        for cell in cells
     ]
-    yield markdown(["side", "learning rate", *(f"steps to {target}" for target in TARGETS)], rows)
-    best = {side: best_cell(results, side) for side in SIDES if any(cell.side == side for cell in results)}
-    cells = [{side: _at_seed(cell, seed) for side, cell in best.items()} for seed in SEEDS]
-    pairs = [
-        {side: results[cell] for side, cell in pair.items()} for pair in cells if set(pair.values()) <= set(results)
-    ]
-    if not pairs or len(best) < len(SIDES):
-        return
-    rates = [f"{side} at {cell.learning_rate:g} {cell.schedule}" for side, cell in best.items()]
-    yield f"{', '.join(rates)}; ratios are TRL's by the other's. Per step: of the steps that all have."
+    targets = [f"{unit} to {target}" for target in TARGETS for unit in ("steps", "seconds")]
+    yield "Every run; the last column is the mean reward of its last batches:"
+    yield markdown(["side", "learning rate", "seed", "steps", *targets, "last"], rows)
+    for rate in sorted({cell.learning_rate for cell in cells}):
+        of_rate = {(cell.side, cell.seed): results[cell] for cell in cells if cell.learning_rate == rate}
+        sides = [side for side in SIDES if any((side, seed) in of_rate for seed in SEEDS)]
+        seeds = [seed for seed in SEEDS if all((side, seed) in of_rate for side in sides)]
+        if "trl" in sides and len(sides) > 1 and seeds:
+            yield f"At {rate:g}; ratios are TRL's by the other's. Per step: of the steps that all have."
+            yield _comparison([{side: of_rate[side, seed] for side in sides} for seed in seeds])
+
+
+def _comparison(pairs: list[dict[Side, Result]]) -> str:
+    """Return the table of runs of all sides with the same seeds."""
     # TRL's runs end at the target, and tba's answers are shorter later
     shared = {id(result): min(len(each.steps) for each in pair.values()) for pair in pairs for result in pair.values()}
     names: list[tuple[str, Any]] = [
@@ -343,25 +316,25 @@ def tables(results: dict[Cell, Result]) -> Iterator[str]:
         ("seconds before the clock", lambda result: result.start_s),
         ("memory, GiB", lambda result: result.peak_bytes / 2**30),
     ]
-    columns = [f"{side}, seed {pair[side].cell.seed}" for pair in pairs for side in SIDES]
+    columns = [f"{side}, seed {result.cell.seed}" for pair in pairs for side, result in pair.items()]
     rows = [[name, *_figures(pairs, figure)] for name, figure in names]
-    yield markdown(["figure", *columns, *(f"ratio of {side}, median (range)" for side in SIDES[1:])], rows)
+    others = [side for side in pairs[0] if side != "trl"]
+    return markdown(["figure", *columns, *(f"ratio of {side}, median (range)" for side in others)], rows)
 
 
 def _figures(pairs: list[dict[Side, Result]], figure: Any) -> Iterator[str]:
-    values = [[figure(pair[side]) for side in SIDES] for pair in pairs]
-    yield from ("never" if value is None else f"{value:.3g}" for pair in values for value in pair)
-    for number in range(1, len(SIDES)):
-        ratios = [float("inf") if row[0] is None else row[0] / row[number] for row in values if row[number] is not None]
-        if len(ratios) < len(pairs):
-            yield "-"
-        else:
-            yield f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+    values = [{side: figure(result) for side, result in pair.items()} for pair in pairs]
+    yield from ("never" if value is None else f"{value:.3g}" for row in values for value in row.values())
+    for side in (side for side in pairs[0] if side != "trl"):
+        known = [(row["trl"], row[side]) for row in values if row[side] is not None]
+        ratios = [float("inf") if trl is None else trl / own for trl, own in known]
+        median = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+        yield median if len(ratios) == len(pairs) else "-"
 
 
 def _at(result: Result, target: float, unit: str) -> str:
     found = result.reached(target)
-    return "never" if found is None else f"{found[unit]:g}"
+    return "-" if found is None else f"{found[unit]:.0f}"
 
 
 if __name__ == "__main__":

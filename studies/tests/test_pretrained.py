@@ -1,4 +1,4 @@
-"""studies/pretrained.py: when a run reached a reward, the choice of a rate, the recipe of a cell, and the tables."""
+"""studies/pretrained.py: when a run reached a reward, the recipe of a cell, and the tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from studies.data_file import append_line
 from studies.pretrained import (
     NUM_STEPS,
     RECIPE,
-    SIDES,
     WINDOW,
     Cell,
     Result,
     Side,
-    best_cell,
     read_results,
     recipe_of,
     tables,
@@ -51,22 +49,6 @@ def test_a_target_is_reached_by_the_mean_of_the_last_batches(rewards: list[float
     assert (None if found is None else found["step"]) == step
 
 
-def test_the_rate_with_fewest_steps_is_best_and_without_any_the_one_with_the_best_reward():
-    def by_cell(*results: Result) -> dict[Cell, Result]:
-        return {result.cell: result for result in results}
-
-    slow, fast = make_result([0.1] * 9 + [0.6] * 5), make_result([0.1] * 5 + [0.6] * 5, rate=2e-5)
-    other = make_result([1.0] * 9, rate=4e-5, side="tba")
-    assert best_cell(by_cell(slow, fast, other), "trl") == fast.cell
-    low, high = make_result([0.1] * 9), make_result([0.3] * 9, rate=2e-5)
-    assert best_cell(by_cell(low, high), "trl") == high.cell
-    lost = make_result([0.6] * 5 + [0.1] * 9, rate=4e-5)
-    assert best_cell(by_cell(slow, fast, lost), "trl") == fast.cell
-    # a seed of the comparison decides nothing
-    seen = make_result([1.0] * 9, rate=8e-5, seed=0)
-    assert best_cell(by_cell(low, high, seen), "trl") == high.cell
-
-
 def test_a_cell_has_the_recipe_of_make_real_but_for_rate_prompts_and_evaluations():
     recipe, _ = recipe_of(Cell(side="tba", learning_rate=4e-5, schedule="linear", seed=3))
     rate = recipe.trainer.learning_rate
@@ -95,16 +77,17 @@ def test_the_reward_of_trl_is_the_rule_of_the_recipe():
     assert scored == [{"reward": 0.5, "num_tokens": 3, "num_rollouts": 2}]
 
 
-def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
-    data = tmp_path / "trl.jsonl"
+def test_tables_have_every_run_and_the_ratio_of_seeds_that_all_sides_have(tmp_path: Path):
+    data, quick = tmp_path / "trl.jsonl", [0.9] * WINDOW
     for seed in (0, 1):
         for side, num in (("trl", 10), ("tba", 20), ("tba_in_turn", 10)):
-            append_line(data, asdict(make_result([0.1] * num + [0.9] * WINDOW, side=side, seed=seed)))
-    append_line(data, asdict(make_result([0.1] * 6, side="tba", seed=2)))  # its pair is missing
-    for side in SIDES:
-        append_line(data, asdict(make_result([0.9] * WINDOW, side=side)))  # the rates are chosen by these
-        append_line(data, asdict(make_result([0.9] * WINDOW, side=side, rate=8e-5, seed=0)))  # of another rate
+            append_line(data, asdict(make_result([0.1] * num + quick, side=side, seed=seed)))
+    append_line(data, asdict(make_result([0.1] * 6, side="tba", seed=2)))  # without its pair
+    append_line(data, asdict(make_result(quick, rate=8e-5, seed=0)))  # of another rate
+    append_line(data, asdict(make_result(quick, side="tba")))  # of tuning
     text = "\n".join(tables(read_results(data)))
+    assert "| trl | 8e-05 constant | 0 | 5 | 5 | 100 | 5 | 100 | 0.90 |" in text
+    assert "| tba | 1e-05 constant | 2 | 6 | - | - | - | - | 0.10 |" in text
     # 0.5 comes with the third good batch: step 13 of TRL, step 23 of tba
     assert (
         "| seconds to 0.5 | 260 | 115 | 65 | 260 | 115 | 65 | **2.26** (2.26 to 2.26) | **4.00** (4.00 to 4.00) |"
@@ -112,3 +95,4 @@ def test_tables_have_the_ratio_of_paired_seeds(tmp_path: Path):
     )
     assert "| step to 0.5 | 13 | 23 | 13 | 13 | 23 | 13 | **0.57** (0.57 to 0.57) | **1.00** (1.00 to 1.00) |" in text
     assert "| seconds per step | 20 | 5 | 5 | 20 | 5 | 5 | **4.00** (4.00 to 4.00) | **4.00** (4.00 to 4.00) |" in text
+    assert text.count("ratios are") == 1

@@ -86,7 +86,7 @@ study: $(VENV)/.real  ## the age of rollouts with a pretrained model: three obje
 
 beside-trl: $(VENV)/.real  ## the pretrained model beside TRL's GRPOTrainer: seconds to a reward (two quiet hours; restartable)
 	$(BIN)/tba data prepare recipes/smollm2.toml
-	$(BIN)/python studies/pretrained.py run --side trl tba
+	$(BIN)/python studies/pretrained.py run
 	$(BIN)/python studies/pretrained.py run --learning-rates 4e-5 --seeds 0 1 2
 
 $(VENV)/.helm: deploy/constraints/helm.txt tools/install_helm.py $(VENV)/.test

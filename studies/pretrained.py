@@ -1,6 +1,6 @@
 """A pretrained model: tba beside TRL's GRPOTrainer on the same cores, from the same start to the same reward.
 
-    python studies/pretrained.py run [--side trl tba tba_in_turn] [--learning-rates ...] [--schedules ...] [--seeds ...]
+    python studies/pretrained.py run [--side trl tba] [--learning-rates ...] [--schedules ...] [--seeds ...]
     python studies/pretrained.py report         the tables
 
 Both train SmolLM2-135M-Instruct on the questions of recipes/smollm2.toml: float32 weights under bfloat16 autocast, 32
@@ -46,9 +46,8 @@ from studies.whole_runs import records_of, run_module  # noqa: E402
 from tba.config import Recipe, load_recipe  # noqa: E402
 from tba_cli.prompts.reader import prompts_of  # noqa: E402
 
-Side = Literal["trl", "tba", "tba_in_turn"]
-SIDES: tuple[Side, ...] = ("trl", "tba", "tba_in_turn")
-"""`tba_in_turn` generates and trains in turn (`sampling.alternate`): nothing overlaps, and every batch is of age 0."""
+Side = Literal["trl", "tba"]
+SIDES: tuple[Side, ...] = ("trl", "tba")
 RECIPE, DATA, VENV = ROOT / "recipes/smollm2.toml", ROOT / "docs/pretrained/trl.jsonl", ROOT / "build/trl-venv"
 TUNING_SEEDS, SEEDS = (100,), (0, 1, 2)
 TARGETS, WINDOW = (0.4, 0.5), 5
@@ -146,7 +145,6 @@ def recipe_of(cell: Cell) -> tuple[Recipe, list[str]]:
         f"trainer.checkpoint_interval={10 * NUM_STEPS}",
         "trainer.export=false",
         "data.selection=epochs",
-        f"sampling.alternate={str(cell.side == 'tba_in_turn').lower()}",
         f"eval.every_steps={10 * NUM_STEPS}",
         "eval.num_prompts=1",
         "eval.num_prompts_final=1",
@@ -294,15 +292,14 @@ def tables(results: dict[Cell, Result]) -> Iterator[str]:
     yield markdown(["side", "learning rate", "seed", "steps", *targets, "last"], rows)
     for rate in sorted({cell.learning_rate for cell in cells}):
         of_rate = {(cell.side, cell.seed): results[cell] for cell in cells if cell.learning_rate == rate}
-        sides = [side for side in SIDES if any((side, seed) in of_rate for seed in SEEDS)]
-        seeds = [seed for seed in SEEDS if all((side, seed) in of_rate for side in sides)]
-        if "trl" in sides and len(sides) > 1 and seeds:
-            yield f"At {rate:g}; ratios are TRL's by the other's. Per step: of the steps that all have."
-            yield _comparison([{side: of_rate[side, seed] for side in sides} for seed in seeds])
+        pairs = [{side: of_rate[side, seed] for side in SIDES if (side, seed) in of_rate} for seed in SEEDS]
+        if pairs := [pair for pair in pairs if len(pair) == len(SIDES)]:
+            yield f"At {rate:g}; ratios are TRL's by tba's, above 1 tba is ahead. Per step: the steps of both."
+            yield _comparison(pairs)
 
 
 def _comparison(pairs: list[dict[Side, Result]]) -> str:
-    """Return the table of runs of all sides with the same seeds."""
+    """Return the table of runs of both sides with the same seeds."""
     # TRL's runs end at the target, and tba's answers are shorter later
     shared = {id(result): min(len(each.steps) for each in pair.values()) for pair in pairs for result in pair.values()}
     names: list[tuple[str, Any]] = [
@@ -318,18 +315,17 @@ def _comparison(pairs: list[dict[Side, Result]]) -> str:
     ]
     columns = [f"{side}, seed {result.cell.seed}" for pair in pairs for side, result in pair.items()]
     rows = [[name, *_figures(pairs, figure)] for name, figure in names]
-    others = [side for side in pairs[0] if side != "trl"]
-    return markdown(["figure", *columns, *(f"ratio of {side}, median (range)" for side in others)], rows)
+    return markdown(["figure", *columns, "ratio, median (range)"], rows)
 
 
 def _figures(pairs: list[dict[Side, Result]], figure: Any) -> Iterator[str]:
-    values = [{side: figure(result) for side, result in pair.items()} for pair in pairs]
-    yield from ("never" if value is None else f"{value:.3g}" for row in values for value in row.values())
-    for side in (side for side in pairs[0] if side != "trl"):
-        known = [(row["trl"], row[side]) for row in values if row[side] is not None]
-        ratios = [float("inf") if trl is None else trl / own for trl, own in known]
-        median = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-        yield median if len(ratios) == len(pairs) else "-"
+    values = [[figure(pair[side]) for side in SIDES] for pair in pairs]
+    yield from ("never" if value is None else f"{value:.3g}" for row in values for value in row)
+    ratios = [float("inf") if trl is None else trl / tba for trl, tba in values if tba is not None]
+    if len(ratios) < len(pairs):
+        yield "-"
+    else:
+        yield f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _at(result: Result, target: float, unit: str) -> str:

@@ -79,12 +79,12 @@ paper: $(VENV)/.run  ## the paper's claims in small: every arm of the small reci
 	$(BIN)/python studies/paper.py run
 	$(BIN)/python studies/paper.py report
 
-study: $(VENV)/.real  ## the age of rollouts with a pretrained model: three objectives at ages 0, 4, 16 (three hours; restartable)
+study: $(VENV)/.real  ## the age of rollouts with a pretrained model: three objectives at ages 0, 4, 16 (hours; restartable)
 	$(BIN)/tba data prepare recipes/smollm2.toml
 	$(BIN)/python studies/pretrained_age.py run --workers $(WORKERS)
 	$(BIN)/python studies/pretrained_age.py report
 
-beside-trl: $(VENV)/.real  ## the pretrained model beside TRL's GRPOTrainer: seconds to a reward (two quiet hours; restartable)
+beside-trl: $(VENV)/.real  ## the pretrained model beside TRL's GRPOTrainer: seconds to a reward (hours on a quiet machine; restartable)
 	$(BIN)/tba data prepare recipes/smollm2.toml
 	$(BIN)/python studies/pretrained.py run
 	$(BIN)/python studies/pretrained.py run --learning-rates 4e-5 --seeds 0 1 2

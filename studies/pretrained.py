@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[2e-5, 4e-5, 8e-5])
     parser.add_argument("--schedules", choices=("constant", "linear"), nargs="+", default=["constant"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[*TUNING_SEEDS])
-    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines")
+    parser.add_argument("--data", type=Path, default=DATA, help="JSON lines; with another file all is run again")
     args = parser.parse_args()
     # as Ctrl-C does: its processes end with it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -1,7 +1,7 @@
 """One run of TRL's GRPOTrainer, in TRL's own environment: `python -m studies.pretrained_trl_program SETTINGS.json`.
 
 Synchronous: every step generates its rollouts with the newest weights and trains on them once. It ends at the target.
-What the settings do not name has TRL's default, but for two. Activations are not checkpointed, which is faster. Weights
+What the settings do not name has TRL's default, but for two. Activations are kept and not computed twice. Weights
 are float32, because updates of 1e-5 are lost in the file's bfloat16.
 """
 

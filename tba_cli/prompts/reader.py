@@ -167,7 +167,7 @@ def _texts_of(section: DataSet, rows: Sequence[Row]) -> list[Any]:
 
 
 def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[Any]]]) -> None:
-    """Put texts in the places of messages, by the chat template of the starting model, in one program for all."""
+    """Put texts in the places of messages, by the model's chat template, in one program for equal arguments."""
     folder, chats = recipe.model.path, dict[str, list[tuple[DataSet, Row, list[Any], int]]]()
     for section, rows, texts in read:
         for number, (row, text) in enumerate(zip(rows, texts, strict=True)):

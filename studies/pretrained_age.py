@@ -59,7 +59,15 @@ GIVE_UP_BELOW = 0.25  # a run is over when its sampled accuracy falls below this
 RULE = {"extract": "last_number", "partial": False}
 COMMON = {"run": RUN, "ref_logprob": None, "reward_status": "scored", "reward_reason": None, "reward_version": RUN}
 COMMON |= {"searcher_id": RUN, "visit_id": RUN, "started_at_s": 0.0, "finished_at_s": 0.0}
-MEASURED = ("reward_mean", "ess", "grad_norm", "grad_clipped", "clipped_share", "tied_group_share", "policy_age_mean")
+MEASURED = (
+    "reward_mean",
+    "ess",
+    "grad_norm",
+    "grad_clipped",
+    "clipped_share",
+    "frac_reward_zero_std",
+    "policy_age_mean",
+)
 MEASURED += ("log_ratio_token_mean", "logprob_gap_on_policy")
 """Metrics of the learner in a curve: means over the steps since the last point."""
 

@@ -157,6 +157,9 @@ class SamplingSection(StrictModel):
     most_on_policy_prob: Probability = 0.5
     """m: probability that a slot draws from recent rollouts. These were stored since the last but one publication (with
     `alternate`: since the last one)."""
+    recent_shortage: Literal["wait", "draw"] = "wait"
+    """What a batch does where m is 1 and recent data does not fill it. `wait`: until it does. `draw`: take the other
+    slots from all data, of any age."""
     reward_inverse_temperature: float = Field(default=0.0, ge=0)
     """Replay slots draw rollouts of a prompt with probability proportional to exp(this * reward); 0 is uniform."""
     uniform_share: float = Field(default=0.0, ge=0, le=1)
@@ -181,6 +184,11 @@ class SamplingSection(StrictModel):
     than the newest published one. In the first L steps after a start of the trainer, they sample with its first
     version. With `alternate` and `trainer.sync_interval` 1, every rollout is trained on at policy age L
     (docs/trainer.md, Constant lag)."""
+
+    @property
+    def waits_for_recent(self) -> bool:
+        """Whether a batch holds recent data alone, and waits for it."""
+        return self.most_on_policy_prob >= 1 and self.recent_shortage == "wait"
 
     @property
     def min_distinct(self) -> int:

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tba.errors import MalformedError, WireError
 from tba.fields import MAX_SEED, is_bounded
@@ -54,6 +54,8 @@ class Batch(Document, Generic[Item], frozen=True, kw_only=True, omit_defaults=Tr
     log_position: Position
     groups: Annotated[tuple[Group[Item], ...], Meta(min_length=1)]
     refused: tuple[Refusal, ...] = ()
+    scores_failed: dict[str, int] = field(default_factory=dict)
+    """Stored rollouts without a score, by reason, when the batch was drawn; the newest 500 are counted."""
     unreadable: tuple[int, ...] = ()
     """Rollouts that could not be decoded, as indices into the drawn rollouts (group after group)."""
 
@@ -100,6 +102,7 @@ def decode_batch(data: bytes) -> Batch[Rollout]:
         seed=drawn.seed,
         log_position=drawn.log_position,
         groups=tuple(groups),
+        scores_failed=drawn.scores_failed,
         refused=tuple(Refusal(error.slug, str(error)) for error in unreadable.values()),
         unreadable=tuple(unreadable),
     )

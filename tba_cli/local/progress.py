@@ -81,6 +81,7 @@ def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float 
         facts.append(info.state)
     if stats.mean_reward_recent is not None:
         facts.append(f"reward {stats.mean_reward_recent:.3f}")
+    facts += batch_facts(info)
     done = [item for item in info.evals if item.state == "done" and not item.abandoned]
     newest = max(done, key=lambda item: item.finished_at_s or 0.0, default=None)
     if newest is not None and newest.accuracy is not None:
@@ -92,6 +93,17 @@ def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float 
     if info.step == 0 and info.waits:
         facts.append("waits: " + ", ".join(f"{wait.owner}: {wait.name}" for wait in info.waits))
     return "  ".join(facts)
+
+
+def batch_facts(info: RunInfo) -> list[str]:
+    """Return what the trainer's last batch says about its responses and rewards."""
+    gauges = next((item.gauges for item in info.components if item.kind == "trainer"), {})
+    told = {
+        "completions/mean_length": "length {:.0f}",
+        "completions/clipped_ratio": "cut off {:.0%}",
+        "frac_reward_zero_std": "groups without a difference {:.0%}",
+    }
+    return [text.format(gauges[name]) for name, text in told.items() if name in gauges]
 
 
 def duration(seconds: float) -> str:

@@ -38,6 +38,7 @@ from tba_buffer.monitoring.weight_versions import WeightVersionReader
 from tba_buffer.prompts.catalog import Catalog
 from tba_buffer.prompts.evaluations import Evaluations
 from tba_buffer.prompts.leases import Leases
+from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.parquet import RolloutExports
 from tba_buffer.rollouts.prompt_queries import PromptReader
 from tba_buffer.rollouts.push import PushAdmission, RolloutWriter
@@ -123,11 +124,14 @@ class Buffer:
             context, view=view, scorer=scorer, rescore_jobs=self.rescore_jobs, reward=reward
         )
         self.reward_probe = RewardProbe(recipe, on_broken=self.control.fail_for_reward)
-        self.drawer = BatchDrawer(context, catalog=catalog, run_state=self.run_state, components=self.components)
+        failures = FailureReader(context, view)
+        self.drawer = BatchDrawer(
+            context, catalog=catalog, run_state=self.run_state, components=self.components, failures=failures
+        )
         self.ledger = BatchLedger(context, self.lineages, evictor, scorer)
         # a view has no reward service
         self.components.services += [self._component, *([] if self._view_of else [self.reward_probe.info])]
-        self.stats = StatsReader(context, catalog=catalog, view=view)
+        self.stats = StatsReader(context, catalog=catalog, view=view, failures=failures)
         self.weight_versions = WeightVersionReader(store, context.run)
         self.curves = CurvesReader(context, self.lineages)
         self.metrics = Metrics(

@@ -347,8 +347,23 @@ def test_a_run_that_has_all_its_steps_is_not_resumed_after_its_end(serve_buffer:
     assert client.run().state == "done"
 
 
+def test_with_m_1_the_trainer_waits_for_recent_data_and_searchers_bring_it(serve_buffer: ServeBuffer) -> None:
+    flow = {"samples_per_insert": 1.0, "samples_per_insert_error": 16}
+    client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0, **flow})
+    for version in ("1-1", "1-2"):
+        client.announce_version(VersionRequest(version=version, token=lineage.token))
+    assert wait_of(client, lineage, 1) == "recent"
+    # generation is ahead of the trainer, and goes on all the same: what is stored is of no use to it
+    assert client.lease(LeaseRequest(searcher_id="s", max_leases=1)).leases
+    client.push(make_payloads(["train-0", "train-1", "train-2"]))
+    assert wait_of(client, lineage, 1) == "recent"
+    client.push(make_payloads(["train-3"]))
+    batch = draw(client, lineage, 1)
+    assert {(group.source, group.fallback) for group in batch.groups} == {("recent", False)}
+
+
 def test_realised_m_counts_slots_that_really_drew_recent_data(serve_buffer: ServeBuffer) -> None:
-    client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0})
+    client, lineage = filled(serve_buffer, sampling={"most_on_policy_prob": 1.0, "recent_shortage": "draw"})
     for version in ("1-1", "1-2"):
         client.announce_version(VersionRequest(version=version, token=lineage.token))
     client.push(make_payloads(["train-0", "train-1", "train-2"]))

@@ -181,7 +181,10 @@ def test_unscored_rollouts_never_enter_a_batch(serve_buffer: ServeBuffer) -> Non
     client.push(pending + failed)
     assert wait_of(client, lineage) == "rollouts"
     client.push(make_payloads(["train-3"], per_prompt=8))
-    assert {rollout.reward_status for rollout in draw(client, lineage).rollouts} == {"scored"}
+    batch = draw(client, lineage)
+    assert {rollout.reward_status for rollout in batch.rollouts} == {"scored"}
+    assert batch.scores_failed == {"bad_data": 3, "timeout": 1}
+    assert draw(client, lineage).scores_failed == batch.scores_failed  # the open batch once more
     stats = client.stats()
     assert (stats.num_scored, stats.num_pending, stats.num_failed, stats.rollouts_generated) == (8, 16, 4, 28)
     reasons = [(item.reason, item.num, item.example) for item in stats.failed_reasons]

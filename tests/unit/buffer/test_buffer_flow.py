@@ -34,6 +34,8 @@ def test_sampling_waits_for_the_minimum_size_and_for_a_prompt_with_a_group() -> 
     assert sampling_wait(make_counts(stored=7), settings) == "rollouts"
     assert sampling_wait(make_counts(stored=8), settings) is None
     assert sampling_wait(make_counts(can_fill_slot=False), settings) == "rollouts"
+    assert sampling_wait(make_counts(recent_missing=1), settings) == "recent"
+    assert sampling_wait(make_counts(recent_missing=1, stored=7), settings) == "rollouts"
 
 
 def test_without_samples_per_insert_neither_side_waits_for_the_other() -> None:
@@ -107,10 +109,11 @@ def test_alternate_generates_one_interval_then_trains_one_interval() -> None:
     evicted=st.integers(0, 10_000),
     excess=st.integers(-6000, 6000),
     can_fill_slot=st.booleans(),
+    recent_missing=st.sampled_from([0, 1, 300]),
     since_publication=st.integers(0, 100),
     batches_since_publication=st.integers(0, 2),
 )
-@example(50.0, 16.0, False, 100, 0, 5, True, 0, 0)  # one rollout allows more samples than the error margin
+@example(50.0, 16.0, False, 100, 0, 5, True, 0, 0, 0)  # one rollout allows more samples than the error margin
 @settings(max_examples=300)
 def test_the_two_sides_never_wait_for_each_other(
     samples_per_insert: float,
@@ -120,6 +123,7 @@ def test_the_two_sides_never_wait_for_each_other(
     evicted: int,
     excess: int,
     can_fill_slot: bool,
+    recent_missing: int,
     since_publication: int,
     batches_since_publication: int,
 ) -> None:
@@ -135,6 +139,7 @@ def test_the_two_sides_never_wait_for_each_other(
         inserted=inserted,
         drawn=max(0, math.floor(samples_per_insert * inserted) + excess),  # near the line, where it is decided
         can_fill_slot=can_fill_slot,
+        recent_missing=recent_missing,
         inserted_since_publication=min(since_publication, inserted),
         batches_since_publication=batches_since_publication,
     )
@@ -155,6 +160,9 @@ class World:
     since_publication: int = 0
     publications: int = 0
     batches_since_publication: int = 0
+    waits_for_recent: bool = False
+    recent: list[int] = field(default_factory=lambda: [0, 0])
+    """Scored rollouts stored before and since the last publication, after the one before it."""
     leases: list[int] = field(default_factory=list)
     """Rollouts that each lease still owes."""
     open_batches: list[int] = field(default_factory=list)
@@ -172,7 +180,12 @@ class World:
             inserted_since_publication=self.since_publication,
             batches_since_publication=self.batches_since_publication,
             publications=self.publications,
+            recent_missing=max(0, self.settings.batch_rollouts - self.num_recent) if self.waits_for_recent else 0,
         )
+
+    @property
+    def num_recent(self) -> int:
+        return self.stored if self.publications < 2 else min(self.stored, sum(self.recent))
 
     def lease(self, visits: int) -> str | None:
         room, wait = generation_room(self.counts, self.settings)
@@ -202,6 +215,7 @@ class World:
         self.stored += num
         self.inserted += num
         self.since_publication += num
+        self.recent[1] += num
 
     def evict(self, num: int, *, scored_first: bool) -> None:
         of_scored = min(num if scored_first else max(0, num - self.pending), self.stored)
@@ -228,6 +242,7 @@ class World:
     def publish(self) -> None:
         self.since_publication = self.batches_since_publication = 0
         self.publications += 1
+        self.recent = [self.recent[1], 0]
 
 
 class Flow(RuleBasedStateMachine):
@@ -241,9 +256,16 @@ class Flow(RuleBasedStateMachine):
         alternate=st.booleans(),
         min_size=st.integers(1, 60),
         max_rollouts=st.integers(64, 400),
+        waits_for_recent=st.booleans(),
     )
     def begin(
-        self, samples_per_insert: float | None, error: float, alternate: bool, min_size: int, max_rollouts: int
+        self,
+        samples_per_insert: float | None,
+        error: float,
+        alternate: bool,
+        min_size: int,
+        max_rollouts: int,
+        waits_for_recent: bool,
     ) -> None:
         settings = make_settings(
             max_rollouts,
@@ -252,7 +274,7 @@ class Flow(RuleBasedStateMachine):
             alternate=alternate,
             min_size_to_sample=min_size,
         )
-        self.world = World(settings, max_rollouts)
+        self.world = World(settings, max_rollouts, waits_for_recent=waits_for_recent)
 
     @rule(visits=st.integers(1, 30))
     def lease(self, visits: int) -> None:
@@ -326,7 +348,7 @@ class Flow(RuleBasedStateMachine):
             if waited is not None:
                 break
         assert waited == "unscored" or waited in ("trainer-ahead", "alternate-train")
-        if sampling_wait(world.counts, world.settings) in ("rollouts", "alternate-generate"):
+        if sampling_wait(world.counts, world.settings) in ("rollouts", "recent", "alternate-generate"):
             assert waited == "unscored"
 
 

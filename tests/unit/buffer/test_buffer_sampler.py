@@ -333,15 +333,42 @@ def test_recent_prompts_are_uniform_among_those_with_enough_recent_rollouts() ->
     assert_follows(observed, np.isin(np.arange(8), [2, 5, 6]) / 3)
 
 
+SINGLES = [Item(prompt=prompt) for prompt in range(40)]
+
+
 def test_slots_fall_back_when_the_recent_prompts_are_used_up_and_say_so() -> None:
     old, new = [Item(prompt=prompt) for prompt in range(10) for _ in range(2)], [Item(prompt=p) for p in (2, 2, 3, 3)]
     index = make_index(make_added(1, old), Publication(21, V1), make_added(22, new), Publication(26, V2))
     for prioritise in ("within", "across"):
-        settings = make_sampling(prompts_per_batch=5, most_on_policy_prob=1.0, prioritise=prioritise)
-        slots = draw_slots(index, settings, seed=3)
+        chosen = {"most_on_policy_prob": 1.0, "recent_shortage": "draw", "prioritise": prioritise}
+        slots = draw_slots(index, make_sampling(prompts_per_batch=5, **chosen), seed=3)
         assert {slot.prompt for slot in slots if slot.source == "recent"} == {2, 3}
         assert [slot.fallback for slot in slots].count(True) == 3
         assert len({slot.prompt for slot in slots}) == 5
+
+
+def test_with_m_1_a_batch_waits_for_recent_data_and_holds_nothing_else() -> None:
+    old, new = [Item(prompt=prompt) for prompt in range(10) for _ in range(2)], [Item(prompt=p) for p in (2, 2, 3, 3)]
+    events = [make_added(1, old), Publication(21, V1), make_added(22, new), Publication(26, V2)]
+    index = make_index(*events)
+    size = make_sampling().group_size
+
+    def missing(index: Index, num_slots: int) -> int:
+        return index.recent_missing(make_sampling(prompts_per_batch=num_slots, most_on_policy_prob=1.0))
+
+    assert missing(index, 2) == 0
+    assert missing(index, 5) == 3 * size  # three slots are without a prompt
+    # rollouts for each slot, of two prompts: these are used again, and nothing old is drawn
+    more = make_index(*events, make_added(27, [Item(prompt=2)] * (5 * size - 4)))
+    assert missing(more, 5) == 0
+    slots = draw_slots(more, make_sampling(prompts_per_batch=5, most_on_policy_prob=1.0), seed=3)
+    assert {(slot.prompt, slot.source) for slot in slots} == {(2, "recent"), (3, "recent")}
+    assert min(slot.rows.min() for slot in slots) >= 20
+    # single rollouts of many prompts make no group
+    single = make_index(make_added(1, old), Publication(21, V1), Publication(22, V2), make_added(23, SINGLES))
+    assert missing(single, 2) == 2 * size
+    # before the second publication all data is recent, however few prompts there are
+    assert missing(make_index(make_added(1, old)), 20) == 0
 
 
 def test_fewer_recent_rollouts_than_min_distinct_are_not_a_group() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tba_trainer.loop.batches import Requirements, count_reasons, filter_batch
+from tba_trainer.loop.batches import Requirements, batch_counts, count_reasons, filter_batch
 
 from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Batch, Group, RefLogprob, Refusal, Rollout, VersionSpan
@@ -137,3 +137,15 @@ def test_every_rollout_is_either_trained_on_or_refused(kinds: list[list[int | No
     assert Counter(r.prompt_id for r in found.rollouts) == {p: n for p, n in good.items() if n >= 2}
     assert len(found.rollouts) + len(found.refused) == sum(map(len, kinds))
     assert all(group.rollouts for group in found.groups)
+
+
+def test_a_batch_says_which_slots_fell_back_and_which_scores_failed() -> None:
+    batch = make_batch(0)
+    first, *others = batch.groups
+    failed = {"timeout": 5, "Wrong: words": 2} | {f"reason-{number}": 1 for number in range(10)}
+    batch = replace(batch, groups=(replace(first, fallback=True), *others), scores_failed=failed)
+    found = batch_counts(batch)
+    assert found.pop("fallback_share") == 1 / len(batch.groups)
+    assert found.pop("scores_failed/timeout") == 5
+    assert found.pop("scores_failed/other") == 2 + 3  # no name of a metric; beyond the eight commonest
+    assert found == {f"scores_failed/reason-{number}": 1 for number in range(7)}

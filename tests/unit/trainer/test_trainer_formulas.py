@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tba_trainer.objectives import advantages, second_moment_cut, tied_group_share
+from tba_trainer.objectives import advantages, reward_spread, second_moment_cut
 from torch import Tensor
 
 from tests.support.objective_values import MAX_TOKENS, Problem, assert_same, make_problem, objective_of
@@ -314,7 +314,9 @@ def test_a_group_of_one_and_a_group_of_equal_rewards_teach_nothing(preset: str) 
     found = advantages(problem.sequences(), objective_of(preset, beta=0.1), beta=0.0)
     assert found[:5].abs().max() < 1e-9
     assert found[5:].abs().max() > 0.1
-    assert tied_group_share(problem.reward, problem.group) == pytest.approx(2 / 3)
+    spread = reward_spread(problem.reward, problem.group)
+    deviation = float(problem.reward[5:].std()) / 3  # the other two groups have none
+    assert spread == pytest.approx({"reward_std": deviation, "frac_reward_zero_std": 2 / 3})
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo_clip"])

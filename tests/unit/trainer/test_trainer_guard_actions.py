@@ -83,7 +83,7 @@ def test_spikes_are_capped_in_the_median_which_follows_where_the_norms_have_rise
     assert state.grad_norms == (50.0,) * 8
 
 
-TIED = {"tied_group_share": 1.0}
+TIED = {"frac_reward_zero_std": 1.0}
 SPARSE = [FINE | ({"grad_norm": 0.4} if step % 8 == 0 else {"grad_norm": 1e-3, **TIED}) for step in range(80)]
 """One batch in 8 has a reward signal; the others have the KL alone."""
 
@@ -102,7 +102,7 @@ def test_a_batch_with_a_rare_success_is_no_spike_and_ten_times_its_norm_is_one()
 
 
 def test_what_clipping_goes_by_does_not_depend_on_which_batches_have_a_signal() -> None:
-    guards, dense = make_guards(), [{**metrics, "tied_group_share": 0.5} for metrics in SPARSE]
+    guards, dense = make_guards(), [{**metrics, "frac_reward_zero_std": 0.5} for metrics in SPARSE]
     assert after(guards, *SPARSE).state.grad_norms == after(guards, *dense).state.grad_norms
     assert len(names(after(guards, *dense[:65]))) == 1  # the same norms, all with a signal
 
@@ -119,7 +119,7 @@ def test_a_norm_that_is_skipped_for_another_reason_is_no_part_of_what_is_usual()
 
 
 def test_batches_without_a_gradient_say_nothing_about_the_usual_norm() -> None:
-    guards, tied = make_guards(), FINE | {"grad_norm": 0.0, "tied_group_share": 1.0}
+    guards, tied = make_guards(), FINE | {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
     state = after(guards, *[tied, FINE, tied] * 12).state
     assert state.grad_norms == state.signal_grad_norms == (1.0,) * 12
     assert usual_grad_norm(guards, state) == 1.0  # the clip stays on
@@ -253,7 +253,7 @@ METRICS = st.none() | st.fixed_dictionaries(
         "grad_norm": st.floats(min_value=0) | st.just(math.nan),
         "ess": st.none() | st.floats(0, 1),
         "log_ratio_token_mean": st.none() | st.floats(-5, 5),
-        "tied_group_share": st.sampled_from([None, 0.5, 1.0]),
+        "frac_reward_zero_std": st.sampled_from([None, 0.5, 1.0]),
     }
 )
 

@@ -159,6 +159,36 @@ def test_the_gap_is_measured_where_the_sampler_drew_from_the_policy_itself() -> 
     assert metrics(left, step=45)["logprob_gap_on_policy"] == pytest.approx(0.1)
 
 
+def test_responses_and_rewards_have_the_metrics_of_every_trainer() -> None:
+    def item(num_tokens: int, task: str, reward: float, finish_reason: str, parts: dict[str, float] | None = None):
+        result = scored(0, 0.0, num_tokens=num_tokens)
+        fields = {"task": task, "reward": reward, "finish_reason": finish_reason, "reward_parts": parts}
+        return replace(result, rollout=replace(result.rollout, **fields))
+
+    items = [
+        item(4, "sums", 1.0, "stop", {"right": 1.0, "short": 0.0}),
+        item(8, "sums", 0.0, "length", {"right": 0.0}),  # the second scorer was not asked
+        item(6, "sums", 0.5, "stop_string", {"right": 0.5, "short": 1.0}),
+        item(2, "chat", 3.0, "stop"),
+    ]
+    found = metrics(items)
+    assert (found["completions/mean_length"], found["completions/clipped_ratio"]) == (5.0, 0.25)
+    assert {name: value for name, value in found.items() if name.startswith("rewards/")} == pytest.approx(
+        {
+            "rewards/sums/mean": 0.5,
+            "rewards/sums/std": 0.5,
+            "rewards/sums/right/mean": 0.5,
+            "rewards/sums/right/std": 0.5,
+            "rewards/sums/short/mean": 0.5,
+            "rewards/sums/short/std": np.sqrt(0.5),
+            "rewards/chat/mean": 3.0,
+            "rewards/chat/std": None,
+        }
+    )
+    many = [item(1, f"task-{number}", 0.0, "stop") for number in range(100)]
+    assert sum(name.startswith("rewards/") for name in metrics(many)) == 48
+
+
 def test_the_limit_of_the_gap_is_wide_for_few_tokens_and_rollouts_of_another_start_are_left_out() -> None:
     items = [scored(0, 0.0, abs_gap=0.4), scored(3, 0.0, abs_gap=9.0)]
     given = {"step": 1, "success_reward": 1.0, "policy_temperature": 1.0, "max_gap": 0.5}

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
+from tba.config.sections import SamplingSection
 from tba.fields import MAX_NUMBER
 from tba.versions import PolicyVersion
 from tba_buffer.index.draws import RECENT, REPLAY, DrawHistory
@@ -377,6 +378,16 @@ class Index:
         first = self.first_recent()
         rows = np.flatnonzero(self.columns.scan("status", first, self.columns.end) == SCORED) + first
         return rows if self.settings.max_uses is None else rows[self.is_drawable(rows)]
+
+    def recent_missing(self, sampling: SamplingSection) -> int:
+        """Return how many recent rollouts a batch of recent data alone lacks: a prompt or K rollouts for each slot."""
+        num_slots, size = sampling.prompts_per_batch, sampling.group_size
+        num_recent = self.drawable[RECENT].num
+        missing = max(0, min(num_slots, self.num_drawable) - num_recent)
+        if missing and num_recent:
+            # searchers may visit fewer prompts than there are slots: then it is enough that there is data for each slot
+            missing = min(missing, max(0, num_slots - int(self.recent_counts.sum()) // size))
+        return missing * size
 
     # ---- counts -----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ DATA_WAITS = (BATCH_WAIT, *WAIT_SENTENCES)
 KINDS: tuple[str, ...] = ("searcher", "trainer", "buffer", "reward")
 """Kinds of components that are shown even when there is none."""
 LONGEST_SHOWN = 64
-MAX_NAMES = 64
+MAX_NAMES = 96
 """Most gauges shown per kind of component, since labels must stay few. GET /v1/run shows all."""
 TIME_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TIMED = {("POST", "/v1/rollouts"): "push", ("POST", "/v1/batches"): "draw_batch", ("POST", "/v1/leases"): "lease"}
@@ -277,7 +277,8 @@ def component_families(components: Sequence[ComponentInfo], waits: Sequence[Wait
 
 
 def _family(name: str, text: str, gauges: Mapping[str, float]) -> Gauge:
-    shown = sorted(name for name in gauges if name != STARTED_AT_S and not name.startswith(WAITED_S))
+    shown = [name for name in gauges if name != STARTED_AT_S and not name.startswith(WAITED_S)]
+    shown.sort(key=lambda gauge: ("/" in gauge, gauge))  # those of single tasks and reasons last: they may be many
     return _by(Gauge, name, f"{text}, by name", "name", {gauge: gauges[gauge] for gauge in shown[:MAX_NAMES]})
 
 

@@ -148,11 +148,11 @@ class Detail:
 class StatsReader:
     """Reads the counts of the run."""
 
-    def __init__(self, context: Context, *, catalog: Catalog, view: IndexView) -> None:
+    def __init__(self, context: Context, *, catalog: Catalog, view: IndexView, failures: FailureReader) -> None:
         self._context = context
         self._catalog = catalog
         self._view = view
-        self._failures = FailureReader(context, view)
+        self._failures = failures
         self._window = RateWindow()
         self._detail: Detail | None = None
 

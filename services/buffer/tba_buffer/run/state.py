@@ -11,7 +11,8 @@ So scripts compare the token themselves, and the ledger reads its lines and the 
 Flow control is pure functions of the counts:
 
     streaming    sampling waits   until `min_size_to_sample` scored rollouts are stored and a prompt fills a slot
-                                  ("rollouts"; "used-up" if some were in `max_uses` batches); with
+                                  ("rollouts"; "used-up" if some were in `max_uses` batches;
+                                  "recent" if m is 1 and recent data does not fill a batch); with
                                   `samples_per_insert`, while
                                   drawn + batch > samples_per_insert * inserted + error   ("samples-per-insert")
                  generation waits while samples_per_insert * (inserted + pending + leased) > drawn + error
@@ -110,10 +111,12 @@ class FlowCounts:
     publications: int
     used_up: int = 0
     """Scored rollouts stored now that were in `sampling.max_uses` batches."""
+    recent_missing: int = 0
+    """Recent rollouts that a batch lacks; 0 where it may draw from all data."""
 
     def can_sample(self, settings: FlowSettings) -> bool:
         """Return whether a batch could be drawn, flow control aside."""
-        return self.can_fill_slot and self.stored >= settings.min_size_to_sample
+        return self.can_fill_slot and self.stored >= settings.min_size_to_sample and not self.recent_missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,8 @@ class DrawLimits:
 def sampling_wait(counts: FlowCounts, settings: FlowSettings) -> str | None:
     """Return the name of the wait that keeps a batch from being drawn, or None."""
     if not counts.can_sample(settings):
+        if counts.recent_missing and counts.can_fill_slot and counts.stored >= settings.min_size_to_sample:
+            return "recent"
         # named apart: more rollouts of the same prompts help, and raising the bound does
         return "used-up" if counts.used_up else "rollouts"
     if settings.alternate:
@@ -174,7 +179,8 @@ def generation_room(counts: FlowCounts, settings: FlowSettings) -> tuple[int | N
     # without enough rollouts for a batch the trainer cannot make room: so generation continues up to that many
     has_trained = settings.alternate and counts.batches_since_publication >= settings.sync_interval
     if not has_trained and not counts.can_sample(settings):
-        room = max(room, settings.min_size_to_sample - counts.stored, int(on_the_way == 0))
+        lacking = max(settings.min_size_to_sample - counts.stored, counts.recent_missing)
+        room = max(room, lacking, int(on_the_way == 0))
     room -= on_the_way
     if room > 0:
         return room, None
@@ -251,6 +257,9 @@ class RunStateReader:
         # a superseded process must hear that from catch_up, even where the index is up to date
         if index.position != position or self._context.epoch.refused is not None:
             index = await self._view.catch_up()
+        settings = await self._settings.at(needed(keys.settings, "revision", partial(parse_number, revision)))
+        # an offline run gets no new data
+        is_recent_alone = settings.recipe.sampling.waits_for_recent and not self._context.recipe.is_offline
         self._last = RunSnapshot(
             state=run.state,
             token=run.token,
@@ -258,7 +267,7 @@ class RunStateReader:
             sampling_version=run.sampling_version,
             step=step,
             rollback=run.rollback,
-            settings=await self._settings.at(needed(keys.settings, "revision", partial(parse_number, revision))),
+            settings=settings,
             counts=FlowCounts(
                 stored=index.num_scored - index.num_used_up,
                 used_up=index.num_used_up,
@@ -270,6 +279,7 @@ class RunStateReader:
                 inserted_since_publication=inserted - inserted_at_publication,
                 batches_since_publication=batches_since_publication,
                 publications=publications,
+                recent_missing=index.recent_missing(settings.recipe.sampling) if is_recent_alone else 0,
             ),
             index=index,
         )

@@ -32,6 +32,7 @@ from tba.versions import PolicyVersion
 from tba.wire import new_id
 from tba_buffer.index.log import Drawn
 from tba_buffer.prompts.catalog import Catalog
+from tba_buffer.rollouts.failures import FailureReader
 from tba_buffer.rollouts.lost_payloads import lost_payload_error
 from tba_buffer.run.components import Components
 from tba_buffer.run.lineage import fenced, rollback_waits
@@ -48,6 +49,7 @@ REDRAWS = 5
 WAIT_SENTENCES = {
     "rollouts": "not enough scored rollouts are stored yet (sampling.min_size_to_sample)",
     "used-up": "too many of the stored rollouts were in sampling.max_uses batches, and fresh ones are awaited",
+    "recent": "too few recent rollouts are stored for a batch (sampling.recent_shortage)",
     "samples-per-insert": "training is ahead of generation (sampling.samples_per_insert)",
     "alternate-generate": "this is the generating phase (sampling.alternate)",
     "run-paused": "the run is paused; resume it with `tba resume`",
@@ -73,16 +75,24 @@ class BatchDrawer:
         catalog: gives the ids of prompts.
         run_state: reads the run and its index.
         components: show the wait of a held request.
+        failures: counts the scores that failed, for the trainer's metrics.
     """
 
     def __init__(
-        self, context: Context, *, catalog: Catalog, run_state: RunStateReader, components: Components
+        self,
+        context: Context,
+        *,
+        catalog: Catalog,
+        run_state: RunStateReader,
+        components: Components,
+        failures: FailureReader,
     ) -> None:
         self._context = context
         self._catalog = catalog
         self._drawing = asyncio.Lock()
         self._run_state = run_state
         self._components = components
+        self._failures = failures
         self._flow = FlowSettings.of(context.recipe)
         self._deadline_s = context.recipe.buffer.batch_deadline_s
 
@@ -182,7 +192,7 @@ class BatchDrawer:
         match outcome:
             case b"ok" if None not in payloads:
                 self._context.leasable.notify()  # there is room for more visits
-                return DrawnBatch(record.body(payloads), slots)
+                return DrawnBatch(record.body(payloads, await self._failures.reasons()), slots)
             case b"ok":  # payloads were evicted since the index was read, or are lost
                 await self._run_state.void(record.member)
                 return lost_payload_error((await self._run_state.read()).index, positions, payloads) or "eviction"
@@ -248,7 +258,7 @@ class BatchDrawer:
             if record and record.deadline_s >= min_deadline_s:
                 payloads = await self._context.redis.hmget(keys.payloads, record.rollout_ids)
                 if None not in payloads:
-                    return DrawnBatch(record.body(payloads), {})
+                    return DrawnBatch(record.body(payloads, await self._failures.reasons()), {})
                 wait = "eviction"
         await self._run_state.void(member)
         return wait

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tba.api import AckRequest, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
+from tba.api import AckRequest, FailedReason, LedgerEntry, LedgerLine, LedgerReply, ResumeEntry
 from tba.errors import BadRequestError, ConflictError, VoidBatchError
 from tba.versions import PolicyVersion
 from tba.wire import Batch, Group, encode_batch
@@ -89,7 +89,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
             "distinct_rollouts": sum(len(set(group)) for group in ids),
         }
 
-    def body(self, payloads: Sequence[bytes]) -> bytes:
+    def body(self, payloads: Sequence[bytes], failed: Sequence[FailedReason]) -> bytes:
         """Encode the batch for the wire, from the stored bytes of its rollouts [num_rollouts]."""
         # payloads are in the order of `rollout_ids`: group after group
         # one without its id is damaged: it goes out empty, the trainer names its place, and `fail_damaged` finds it
@@ -106,6 +106,7 @@ class BatchRecord(msgspec.Struct, frozen=True, array_like=True):
                 seed=self.seed,
                 log_position=self.log_position,
                 groups=groups,
+                scores_failed={each.reason: each.num for each in failed},
             )
         )
 

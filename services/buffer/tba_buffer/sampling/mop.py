@@ -9,6 +9,7 @@ from everything:
                batches; recent and replay slots count turns separately (index/draws.py)
       across   recent slots: the same; replay slots: p = (1 - u) M / sum of all M + u / P,
                M = sum of w over the prompt's rollouts; they take no turns
+    m = 1    recent data alone, whose prompts are used again, unless `recent_shortage` is "draw" or there is none
     w        exp(inverse_temperature * reward)
     recent:  K of the prompt's recent rollouts, uniformly
     replay:  K of all its rollouts, p = (1 - u) w / sum of all w + u / n
@@ -127,7 +128,8 @@ class _SlotChoice:
                 f"no prompt has {index.settings.min_distinct} scored rollouts that may be drawn, as a slot needs"
             )
         num_slots = settings.prompts_per_batch
-        self._num_prompts = index.num_drawable
+        is_recent_alone = settings.waits_for_recent and index.drawable[RECENT].num > 0
+        self._num_prompts = index.drawable[RECENT].num if is_recent_alone else index.num_drawable
         self._from_recent = TurnChoice(index, RECENT, num_slots, rng)
         self._from_all: TurnChoice | WeightedChoice
         if settings.prioritise == "across":

@@ -7,6 +7,7 @@ that compare theta with the behaviour policy are also computed per policy age, b
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from tba.config import Recipe
 from tba.versions import START
+from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import ForwardResult
 
 MAX_GAP = MappingProxyType({"float32": 0.05, "float16": 0.125, "bfloat16": 0.5})
@@ -25,6 +27,8 @@ MAX_GAP_EIGHT_BITS = 1.0
 """Largest mean gap with weights, keys or values in 8 bits. Measured: 0.64 in a random model, 0.03 in trained ones."""
 FLIP = 8.0
 """Largest gap of one token, in nats: rounding can send the token to other experts (6.8 was measured)."""
+MAX_PARTS = 24
+"""Most tasks and scorers with metrics of their own, those with the most rewards: a heartbeat has a limit."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 """First and last policy age of each bucket, in optimizer steps; None: no end."""
 
@@ -74,6 +78,25 @@ def age_metrics(scored: Sequence[ForwardResult]) -> dict[str, float | None]:
         metrics[f"log_ratio_token_abs_age_{name}"] = _ratio(sum(item.abs_gap for item in passed), _num_tokens(passed))
         metrics[f"num_rollouts_age_{name}"] = float(len(items))
     return metrics
+
+
+def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+    """Return mean and deviation of the rewards of each task, and of each of its scorers where it has several.
+
+    The names are TRL's: `rewards/TASK/mean`, `rewards/TASK/std`, `rewards/TASK/SCORER/mean`. A score that is not known
+    (a gate was not passed) is left out.
+    """
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            values[rollout.task].append(rollout.reward)
+        for scorer, score in (rollout.reward_parts or {}).items():
+            values[f"{rollout.task}/{scorer}"].append(score)
+    found: dict[str, float | None] = {}
+    for name, scores in sorted(values.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_PARTS]:
+        found[f"rewards/{name}/mean"] = float(np.mean(scores))
+        found[f"rewards/{name}/std"] = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
+    return found
 
 
 def batch_metrics(
@@ -136,7 +159,10 @@ def batch_metrics(
         "logprob_gap_limit": None if max_gap is None or not num_on_policy else max_gap + FLIP / num_on_policy,
         "num_rollouts": float(len(scored)),
         "num_tokens": float(_num_tokens(scored)),
+        "completions/mean_length": _num_tokens(scored) / len(scored),
+        "completions/clipped_ratio": float(np.mean([s.rollout.finish_reason == "length" for s in scored])),
         "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
+        **task_rewards([s.rollout for s in scored]),
         **age_metrics(scored),
     }
 

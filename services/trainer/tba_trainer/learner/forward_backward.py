@@ -41,8 +41,8 @@ from tba_trainer.objectives import (
     is_tied,
     log_ratios,
     objective_loss,
+    reward_spread,
     second_moment_cut,
-    tied_group_share,
 )
 
 Values = NDArray[np.float64]
@@ -232,7 +232,7 @@ class ForwardBackward:
         found: dict[str, float | None] = dict(zip(names, sums.tolist(), strict=True))
         if not self._passed:
             found["entropy"] = None  # of a filler
-        found["tied_group_share"] = tied_group_share(self._sequences.reward, self._sequences.group)
+        found |= reward_spread(self._sequences.reward, self._sequences.group)
         found["num_rollouts_without_gradient"] = float(len(self._rollouts) - len(self._passed))
         return found
 

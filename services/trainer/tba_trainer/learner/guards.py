@@ -225,7 +225,7 @@ def usual_grad_norm(section: GuardsSection, state: GuardState) -> float | None:
 
 def _has_signal(metrics: Metrics) -> bool:
     """Return whether rewards differ within some group of the batch; True if that is unknown."""
-    return metrics.get("tied_group_share") != 1.0
+    return metrics.get("frac_reward_zero_std") != 1.0
 
 
 def _median(section: GuardsSection, norms: Sequence[float]) -> float | None:

@@ -12,6 +12,7 @@ its group with it only if a single rollout would be left.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,9 @@ MAX_ABS_REWARD = 1e9
 """Larger rewards are refused: in float32 a KL of some nats is lost beside them, and sums of squares may overflow."""
 MIN_SAMPLER_LOGPROB = -1000.0
 """Lowest plausible log-prob of a sampled token, in nats. A rollout with a lower one cannot have been sampled."""
+REASON = re.compile("[a-z][a-z0-9_-]{0,31}")
+MAX_FAILED_REASONS = 8
+"""Most reasons of failed scores with a metric of their own, the commonest."""
 log = get_logger("prefetch")
 
 
@@ -264,6 +268,17 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
         if good:
             groups.append(replace(group, rollouts=tuple(good)))
     return replace(batch, groups=tuple(groups), refused=tuple(refused))
+
+
+def batch_counts(batch: Batch) -> dict[str, float]:
+    """Return metrics of what the buffer says about a batch: slots that wanted recent data, and scores that failed."""
+    fallback = sum(group.fallback for group in batch.groups) / max(1, len(batch.groups))
+    known = {reason: num for reason, num in batch.scores_failed.items() if REASON.fullmatch(reason)}
+    # a scorer's own words are no name of a metric
+    failed = dict(list(known.items())[:MAX_FAILED_REASONS])
+    if rest := sum(batch.scores_failed.values()) - sum(failed.values()):
+        failed["other"] = failed.get("other", 0) + rest
+    return {"fallback_share": fallback} | {f"scores_failed/{reason}": float(num) for reason, num in failed.items()}
 
 
 def count_reasons(refused: Iterable[Refusal]) -> dict[str, int]:

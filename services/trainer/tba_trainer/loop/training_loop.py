@@ -58,7 +58,7 @@ from tba_trainer.learner.guards import (
     suspects_weights,
     usual_grad_norm,
 )
-from tba_trainer.loop.batches import filter_batch
+from tba_trainer.loop.batches import batch_counts, filter_batch
 from tba_trainer.loop.checkpoint_writer import CheckpointWriter
 from tba_trainer.loop.shutdown import RunEnd, finish, interrupt
 from tba_trainer.loop.step_record import StepRecord
@@ -172,6 +172,7 @@ class TrainingLoop:
             **{f"alarm_{alarm.name}": 1.0 for alarm in action.alarms},
             "skipped": float(action.skip is not None),
             "num_rollouts_refused": float(len(batch.refused)),
+            **batch_counts(batch),
             "step_s": time.monotonic() - started,
             "wait_s": waited_s,
             "waited_s_total": context.status.waited_s,  # with the waits of refused acks and for places of snapshots

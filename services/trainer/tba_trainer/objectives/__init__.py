@@ -15,7 +15,7 @@ micro-batches and ranks.
     ObjectiveFunction, custom_loss        -> loss           loss.py: a user's function instead of A_j and w_jt
 """
 
-from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, tied_group_share
+from tba_trainer.objectives.advantages import Sequences, advantages, is_tied, reward_spread
 from tba_trainer.objectives.clipping import Tokens, Totals, log_ratios, second_moment_cut
 from tba_trainer.objectives.loss import ObjectiveFunction, custom_loss, objective_loss
 from tba_trainer.objectives.objective import Objective, resolve
@@ -32,6 +32,6 @@ __all__ = [
     "log_ratios",
     "objective_loss",
     "resolve",
+    "reward_spread",
     "second_moment_cut",
-    "tied_group_share",
 ]

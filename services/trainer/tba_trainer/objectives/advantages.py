@@ -260,12 +260,19 @@ def group_grid(group: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor,
     return index, column
 
 
-def tied_group_share(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> float:
-    """Return the share of groups whose rewards are all equal, from which (nearly) nothing is learned."""
-    if not len(reward):
-        return 0.0
-    tied = is_tied(reward, group).to(torch.float64) / group_size(reward, group)
-    return float(tied.sum() / _renumber(group)[1])
+def reward_spread(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> dict[str, float]:
+    """Return how rewards differ within groups, by the names of TRL.
+
+    `reward_std` is the mean over groups of the deviation (n - 1). `frac_reward_zero_std` is the share of groups whose
+    rewards are all equal, from which (nearly) nothing is learned.
+    """
+    size = group_size(reward, group)
+    variance = group_mean((reward - group_mean(reward, group)).square(), group) * size / (size - 1).clamp(min=1)
+    num_groups = (1 / size).sum()
+    return {
+        "reward_std": float((variance.sqrt() / size).sum() / num_groups),
+        "frac_reward_zero_std": float((is_tied(reward, group) / size).sum() / num_groups),
+    }
 
 
 def is_tied(reward: Float[Tensor, " N"], group: Int[Tensor, " N"]) -> Bool[Tensor, " N"]:

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data,models]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels-check docs-site minimal table control real real-table overlap paper study beside-trl test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels wheels-check docs-site minimal table control real real-table overlap paper study beside-trl test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -170,8 +170,13 @@ test-vllm-versions: $(VENV)/.test $(VENV)/.vllm  ## the contract of the engines 
 test-cluster: $(VENV)/.test  ## the chart on the Kubernetes that kubectl reaches: install, kill, scale, upgrade, roll back, uninstall
 	$(BIN)/python -m tests.system.cluster --json test-cluster.json
 
-wheels-check:  ## build the five wheels, install them without the clone, run `tba demo` there (minutes): WHEELS_ARGS=--oldest or --newest
-	$(PYTHON) tools/check_wheels.py $(WHEELS_ARGS)
+wheels:  ## the five wheels in dist/wheels: pip install --find-links dist/wheels 'tba-rl[local]'
+	rm -rf build/wheels dist/wheels && $(PYTHON) -m venv build/wheels
+	build/wheels/bin/pip install -q -r deploy/build-requirements.txt
+	build/wheels/bin/pip wheel -q --no-deps --no-build-isolation --no-index -w dist/wheels . $(SERVICES:%=./%)
+
+wheels-check: wheels  ## install the wheels without the clone, run `tba demo` there (minutes): WHEELS_ARGS=--oldest or --newest
+	$(PYTHON) tools/check_wheels.py dist/wheels $(WHEELS_ARGS)
 
 ##@ Measure
 bench-buffer: $(VENV)/.test  ## how fast the buffer is, beside the same work straight on Redis (about 8 minutes)

@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-OWN = {"tba", "tba-buffer", "tba-reward", "tba-searcher", "tba-trainer"}
+OWN = {"tba-rl", "tba-buffer", "tba-reward", "tba-searcher", "tba-trainer"}
 """Packages of this repository; images install them from their source."""
 
 

@@ -1,6 +1,5 @@
 """Write data/redteam-sft, the examples of recipes/redteam.sft.yaml: toxic instructions behind the run's attack prompt.
 
-    .venv/bin/pip install -e '.[data]'
     .venv/bin/python examples/redteam_sft_data.py
 
 TRL reads a prompt and a completion from each row, so any other data set can be converted in the same way.

@@ -14,6 +14,11 @@ A message says what is wrong, which value, and what to do. `slug` is the last pa
 (RFC 9457) that a service answers with; docs/api.md lists them.
 """
 
+import shlex
+import sys
+
+from tba import __version__
+
 
 class TbaError(Exception):
     """Root of every error raised on purpose."""
@@ -248,3 +253,15 @@ class ChildError(TbaError, RuntimeError):
     """A child process of `tba run` could not start, or died."""
 
     slug = "child"
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages for this Python; tba's own are those of `make wheels`."""
+    own = ("--find-links", "dist/wheels") if any(name.startswith("tba-") for name in packages) else ()
+    words = (f"{name}=={__version__}" if name.startswith("tba-") else name for name in packages)
+    return shlex.join([sys.executable, "-m", "pip", "install", *own, *words])
+
+
+def not_installed(what: str, *packages: str) -> ConfigError:
+    """Return the error for what needs packages that are not installed; it names the command that installs them."""
+    return ConfigError(f"{what} needs {' and '.join(packages)}, which this Python lacks: {pip_install(*packages)}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tba.errors import ChildError, ConfigError
+from tba.errors import ChildError, ConfigError, pip_install
 from tba_cli.orphan_reaper import OrphanReaper
 
 PROGRAM_TIMEOUT_S = 3600.0
@@ -153,11 +153,10 @@ def _last_words(lines: Sequence[str], code: int) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "" if code < 0 else f"exit code {code}")
     if code < 0:
         last = f"{last}{'; ' if last else ''}it was ended by signal {-code} ({signal.Signals(-code).name})"
-    # a module that `python -m` is given is named otherwise than one that it imports
-    extras = {"tokenizers": "models", "torch": "models", "transformers": "models", "tba_trainer": "trainer"}
-    extras["reasoning_gym"] = "reasoning-gym"
     last = last.removeprefix("error: ")
-    for name, extra in extras.items():
+    for package in ("reasoning-gym", "tba-trainer", "tokenizers", "torch", "transformers"):
+        name = package.replace("-", "_")
+        # a module that `python -m` is given is named otherwise than one that it imports
         if f"No module named '{name}" in last or f"specification for '{name}" in last:
-            return f"{last}; install the extra: pip install 'tba[{extra}]'"
+            return f"{last}; {pip_install(package)}"
     return last

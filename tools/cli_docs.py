@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from tba_cli.main import EXIT_ERROR, EXIT_FAILED, EXIT_INTERRUPTED
-from tba_cli.parser import Command, build_parser, commands_of, global_options
+from tba_cli.parser import GROUPS, Command, build_parser, commands_of, global_options
 
 HEAD = f"""\
 # Command line
@@ -25,7 +25,11 @@ COMMON = frozenset({"-h"})
 def page() -> str:
     """Return the reference as a Markdown page."""
     commands = list(commands_of(build_parser()))
-    rows = "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in commands)
+    rows = ""
+    for heading, names in GROUPS.items():
+        of_group = [it for it in commands if it.words.split()[0] in names.split()]
+        rows += f"| **{heading}** | |\n"
+        rows += "".join(f"| [`tba {it.words}`](#{_anchor(it)}) | {_cell(it.help)} |\n" for it in of_group)
     options = [f"| `{_cell(_name(it))}` | {_cell(it.help or '')} |" for it in global_options()._actions]
     return "\n".join(
         [HEAD, "| option | |", "|---|---|", *options, "", f"| command | |\n|---|---|\n{rows}", *map(_section, commands)]

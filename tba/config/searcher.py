@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tba import plugins
 from tba.config.schedules import Temperature
-from tba.errors import ConfigError
+from tba.errors import ConfigError, pip_install
 from tba.fields import BareUrl, StrictModel
 from tba.tls import is_loopback
 
@@ -35,7 +35,7 @@ def check_vllm_release(version: str) -> None:
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} is installed, and this release of tba was tried with "
             f"{' and '.join(VLLM_RELEASES)} only, since releases of vLLM change what it calls; "
-            f"pip install vllm=={VLLM_RELEASES[0]}"
+            f"{pip_install(f'vllm=={VLLM_RELEASES[0]}')}"
         )
 
 
@@ -82,7 +82,7 @@ class ScalingSection(StrictModel):
     backend: Literal["none", "local", "kubernetes"] = "none"
     """`none`: tba does not start or stop searchers, and refuses requests to scale with advice. `local`: `tba run` does,
     and sets this value itself. `kubernetes`: the buffer service sets the replicas of one Deployment
-    (`pip install 'tba[kubernetes]'`)."""
+    (extra `kubernetes`)."""
     deployment: str | None = Field(default=None, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
     """Name of the Deployment of the searchers."""
     num_searchers: int | None = Field(default=None, ge=1, le=100_000)

@@ -133,7 +133,7 @@ class ShardingSection(StrictModel):
 
 
 class WandbSection(StrictModel):
-    """Weights & Biases (`pip install 'tba[wandb]'`)."""
+    """Weights & Biases (extra `wandb`)."""
 
     project: str = Field(default="tba", min_length=1)
     """Name of the W&B project. Set account, team, address and offline mode by W&B's environment variables, WANDB_*."""
@@ -145,8 +145,8 @@ class TrackingSection(StrictModel):
     metrics_path: str = Field(default="metrics.jsonl", min_length=1)
     """File to append JSON lines to; with `tba run`, a relative path is relative to the run folder."""
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard (`pip install 'tba[tensorboard]'`); none: off. With `tba run`, a relative path is relative
-    to the run folder."""
+    """Folder for TensorBoard (extra `tensorboard`); none: off. With `tba run`, a relative path is relative to the run
+    folder."""
     wandb: WandbSection | None = None
     """Weights & Biases; none: off."""
     trackers: list[str] = Field(default_factory=list)

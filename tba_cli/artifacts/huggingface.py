@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.data import PrepareItem
-from tba.errors import ConfigError
+from tba.errors import ConfigError, not_installed
 from tba.store.file import explain_full_disk
 from tba_cli.sizing.model_shape import ModelShape, shape_of_config
 
@@ -93,7 +93,4 @@ def hub_library() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError:
-        raise ConfigError(
-            "fetching from the Hugging Face hub needs huggingface_hub, which is not installed; install the extra "
-            "`data`: pip install 'tba[data]'"
-        ) from None
+        raise not_installed("fetching from the Hugging Face hub", "huggingface_hub") from None

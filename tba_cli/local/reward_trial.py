@@ -19,7 +19,7 @@ from tba.api import Prompt, ScoreItem
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import REASONING, ModelScorerSpec, TaskReward
-from tba.errors import ChildError, ConfigError, WaitTimeoutError
+from tba.errors import ChildError, ConfigError, WaitTimeoutError, not_installed
 from tba_cli.console import Console
 from tba_cli.doctor.checks.recipe import Alike, Trial
 from tba_cli.local.processes import ProcessManager, run_with_processes
@@ -90,7 +90,7 @@ def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
         recipe: the recipe with absolute paths.
     """
     if importlib.util.find_spec(SERVICE) is None:
-        raise ConfigError("the reward service is not installed here: pip install 'tba[reward]'")
+        raise not_installed("asking scorers", "tba-reward")
 
     async def work(processes: ProcessManager) -> T:
         await start_reward(processes, config, folder, console)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tba.errors import ConfigError
+from tba.errors import ConfigError, not_installed
 
 UTF8_MARK = b"\xef\xbb\xbf"
 FOLDER_DIGITS = 20
@@ -71,10 +71,7 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise ConfigError(
-            "reading a data set needs the library datasets, which is not installed; install the extra `data`: "
-            "pip install 'tba[data]'"
-        ) from None
+        raise not_installed("reading a data set", "datasets") from None
     datasets.disable_progress_bars()
     if Path(name).is_file():
         raise ConfigError(f"{where} is a file; name the folder that it lies in")

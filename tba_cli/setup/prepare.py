@@ -20,7 +20,7 @@ from typing import Any
 from tba.api import Prompt
 from tba.config import Recipe
 from tba.config.data import PrepareItem
-from tba.errors import ConfigError
+from tba.errors import ConfigError, not_installed
 from tba_cli.artifacts.huggingface import download
 from tba_cli.artifacts.prepared import (
     begin,
@@ -93,7 +93,7 @@ def get_items(missing: Sequence[PrepareItem], console: Console) -> None:
     trl_training.check_installed(to_train)
     absent = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if absent and any(item.gguf for item in missing):
-        raise ConfigError(f"a GGUF file needs {' and '.join(absent)} to be converted: pip install 'tba[data,models]'")
+        raise not_installed("a GGUF file", *absent)
     if importlib.util.find_spec("pip") is None and any(item.package for item in missing):
         raise ConfigError(
             f"{sys.executable} has no pip, which fetches a package; prepare the folder elsewhere and copy it here, or "

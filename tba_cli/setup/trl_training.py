@@ -16,7 +16,7 @@ from typing import Any
 from tba.config import Recipe
 from tba.config.data import PrepareItem
 from tba.config.reward import RewardModelSpec
-from tba.errors import ChildError, ConfigError
+from tba.errors import ChildError, ConfigError, not_installed
 from tba_cli.artifacts.prepared import begin, publish
 from tba_cli.child_processes import run_in_sight
 from tba_cli.console import Console
@@ -34,7 +34,7 @@ def check_installed(items: Iterable[PrepareItem]) -> None:
         except OSError as error:
             raise ConfigError(f"TRL's file of settings, {item.trl_file}, cannot be read: {error.strerror}") from None
         if importlib.util.find_spec("trl") is None:
-            raise ConfigError(f"{item.path} is made by TRL, which is not installed here: pip install 'tba[trl]'")
+            raise not_installed(item.path, "trl")
 
 
 def train(item: PrepareItem, console: Console) -> None:

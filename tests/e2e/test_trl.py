@@ -14,7 +14,7 @@ from tests.support.tiny_model import EOS_ID, make_tiny_model
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install 'tba[trl]'"),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install trl"),
 ]
 
 SETTINGS = """\

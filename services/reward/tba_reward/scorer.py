@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tba.api.scores import ScoreReason
 from tba.config.reward import ScorerSpec
-from tba.errors import ConfigError, TbaError
+from tba.errors import TbaError, not_installed
 from tba.fields import MAX_NUMBER, is_bounded
 from tba.tls import with_bare_urls
 
@@ -227,14 +227,12 @@ def version_of(spec: ScorerSpec, implementation: int, *digests: str) -> str:
     return hashlib.sha256(document.encode()).hexdigest()
 
 
-def installed_version(kind: str, package: str, *, extra: str) -> str:
-    """Return the version of a package that a kind of scorer needs; ConfigError names the extra if it is missing."""
+def installed_version(kind: str, package: str) -> str:
+    """Return the version of a package that a kind of scorer needs; raise ConfigError if it is not installed."""
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"reward kind {kind!r} needs the package {package}, which is not installed; pip install 'tba[{extra}]'"
-        ) from error
+    except importlib.metadata.PackageNotFoundError:
+        raise not_installed(f"reward kind {kind!r}", package) from None
 
 
 def clean(text: str) -> str:

@@ -276,7 +276,7 @@ def test_a_renewed_token_is_used_at_once(api: KubernetesApi, serve: Serve) -> No
     [
         ("environ", "does not run in a pod of a cluster"),
         ("token", "automountServiceAccountToken of the buffer's pod to true"),
-        ("package", "install tba-buffer[kubernetes]"),
+        ("package", "pip install kubernetes"),
     ],
 )
 def test_a_buffer_that_cannot_scale_says_so_at_the_start(

@@ -40,7 +40,28 @@ def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: Serv
     page.goto(f"{served.url}/#token={TOKENS['operator']}")
     until(page, "document.getElementById('run-state').textContent === 'running'")
     assert TOKENS["operator"] not in page.url
-    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    page.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "buffer.test"])
+def test_a_reload_keeps_the_token_on_loopback_alone(host: str, serve_buffer: ServeBuffer, browser: Browser) -> None:
+    served = serve_buffer(tokens=TOKENS)
+    address = served.url.replace("127.0.0.1", host)
+    page = browser.new_page()
+    page.route(
+        f"{address}/**",
+        lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace(host, "127.0.0.1"))),
+    )
+    page.goto(f"{address}/#token={TOKENS['viewer']}")
+    until(page, "document.getElementById('run-state').textContent === 'running'")
+    assert page.evaluate("localStorage.length + document.cookie.length") == 0
+    is_loopback = host == "127.0.0.1"
+    assert page.evaluate("sessionStorage.length") == is_loopback
+    page.reload()
+    if is_loopback:
+        until(page, "document.getElementById('run-state').textContent === 'running'")
+    else:
+        page.wait_for_selector("dialog #token")
     page.close()
 
 

@@ -80,7 +80,7 @@ def test_the_newest_version_serves_where_older_ones_are_deleted(serve_buffer: Se
         ("not a tokenizer", "Exception"),
         ("damaged", "is damaged"),
         ("no version", "weight version 0-0 of run test does not exist"),
-        ("no package", "install tba-buffer[tokens]"),
+        ("no package", "pip install tokenizers"),
     ],
 )
 def test_without_a_tokenizer_there_are_no_texts_and_one_line_in_the_log(

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = {
-    "tba": (".", "tba"),
+    "tba-rl": (".", "tba"),
     "tba_cli": (".", "tba_cli"),
     "tba-buffer": ("services/buffer", "tba_buffer"),
     "tba-reward": ("services/reward", "tba_reward"),
@@ -43,11 +44,11 @@ def normalised(name: str) -> str:
 
 
 def declared(folder: str) -> set[str]:
-    """Distributions that a pyproject.toml names, extras included; tba's own follow from a dependency on tba."""
+    """Distributions that a pyproject.toml names, extras included; tba's own follow from a dependency on tba-rl."""
     project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     names = {normalised(re.split(r"[\[<>=!~ ;]", line)[0]) for line in lines}
-    return names | (declared(".") if "tba" in names else set())
+    return names | (declared(".") if "tba-rl" in names else set())
 
 
 @cache
@@ -101,3 +102,48 @@ sys.exit(f"heavy modules imported: {bad}" if bad else 0)
 def test_all_of_tba_imports_without_torch():
     done = subprocess.run([sys.executable, "-c", EVERY_MODULE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# ---- Nobody is told to install a stranger's package -----------------------------------------------------------------
+
+
+PIP = re.compile(r"pip3? (?:install|download) ([^`\n|;&#)]*)")
+OTHERS = {"pip", "pre-commit", "mlflow-skinny", "my-package"}
+"""What pages name besides: tools, an example of docs/extending.md, and a placeholder."""
+TAKE_A_VALUE = {"-c", "-d", "-r", "-w", "--find-links", "--group", "--prefix"}
+
+
+def asked_for(line: str) -> set[str]:
+    """Names of packages among the words behind `pip install`."""
+    words = [""] + [word.strip("'\"\\,.") for word in line.split()]
+    names = [now for before, now in pairwise(words) if before not in TAKE_A_VALUE and not set("/${") & set(now)]
+    return {normalised(found[0]) for name in names if (found := re.match(r"[A-Za-z][\w.-]*", name))}
+
+
+def test_what_pip_is_asked_for_is_read_from_a_line() -> None:
+    line = "-q -c deploy/constraints/main.txt -e './services/trainer[lora]' 'tba[data]' Some_Thing>=2 $(X)"
+    assert asked_for(line) == {"tba", "some-thing"}
+
+
+def test_no_page_or_message_asks_pip_for_a_strangers_package() -> None:
+    known = {name for folder, _ in PACKAGES.values() for name in declared(folder)} | {*PACKAGES, *OTHERS}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found: set[tuple[str, str]] = set()
+    for path in (ROOT / name for name in listed.splitlines() if not name.startswith(("tests/data/", "CHANGELOG"))):
+        if not path.is_file() or b"\0" in path.read_bytes()[:8192] or path == Path(__file__):
+            continue
+        text = path.read_text(encoding="utf-8")
+        found |= {(path.name, name) for line in PIP.findall(text) for name in asked_for(line)}
+        if path.suffix == ".py" and "tests" not in path.parts:
+            found |= {(path.name, name) for name in packages_of_messages(text)}
+    assert {name for _, name in found} >= {"tba-rl", "tba-reward", "datasets", "peft", "trl"}
+    assert {(path, name) for path, name in found if name not in known} == set()
+
+
+def packages_of_messages(text: str) -> set[str]:
+    """Names of packages in calls of pip_install(NAME, ...) and not_installed(WHAT, NAME, ...)."""
+    words: list[ast.expr] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in ("pip_install", "not_installed"):
+            words += node.args[name == "not_installed" :]
+    return {normalised(word.value) for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)}

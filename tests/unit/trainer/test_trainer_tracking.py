@@ -225,5 +225,5 @@ def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group(tmp_path: Path, m
 )
 def test_a_missing_package_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, package: str, make: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {package}.*pip install 'tba\[{package}\]'"):
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
         make()

@@ -1,8 +1,8 @@
 """The files of the page, served from memory at `/` and `/page/...`.
 
 They hold no data of a run, so they need no token. The page sends the bearer token with its own requests, and keeps it
-in memory alone. The page inserts model output as text, never as markup. As a second defence, the content security
-policy below forbids inline scripts, inline styles, other hosts and framing.
+in memory (on loopback: until the tab is closed). The page inserts model output as text, never as markup. As a second
+defence, the content security policy below forbids inline scripts, inline styles, other hosts and framing.
 """
 
 from __future__ import annotations

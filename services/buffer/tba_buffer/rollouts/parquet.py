@@ -82,7 +82,7 @@ class RolloutExports:
         except ImportError:
             raise NotInstalledError(
                 "an export to Parquet needs pyarrow, which this buffer service does not have; install its extra "
-                "`parquet` (tba-buffer[parquet]), or read GET /v1/rollouts page by page"
+                "`parquet`, or read GET /v1/rollouts page by page"
             ) from None
         groups = await self._reader.groups(wanted, GROUP_ROLLOUTS, on_evicted=evicted.append)
         if self._num_running >= MAX_EXPORTS:

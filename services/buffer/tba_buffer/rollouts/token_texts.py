@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tba.concurrency import in_thread
 from tba.config.sections import StoreSection
+from tba.errors import pip_install
 from tba.logs import get_logger
 from tba.store import open_store
 from tba.versions import START, PolicyVersion
@@ -65,7 +66,7 @@ class TokenTexts:
             self._tokenizer = await in_thread(lambda: load_tokenizer(recipe.store, recipe.run.name, version))
             problem, retry_s = f"the model has no {TOKENIZER_NAME}", math.inf
         except ImportError as error:
-            problem, retry_s = f"{error}; install tba-buffer[tokens]", math.inf
+            problem, retry_s = f"{error}; {pip_install('tokenizers')}", math.inf
         except Exception as error:  # tokenizers raises a plain Exception for a file that it cannot read
             problem, retry_s = f"{type(error).__name__}: {error}", RETRY_S
         self._due_s = time.monotonic() + retry_s

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tba.config import Recipe
-from tba.errors import ConfigError
+from tba.errors import ConfigError, not_installed
 from tba.tls import address
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class Deployment:
         try:
             from kubernetes.client import ApiClient, AppsV1Api, Configuration
         except ImportError:
-            raise ConfigError(
-                'scaling.backend is "kubernetes", which needs the package kubernetes; install tba-buffer[kubernetes]'
-            ) from None
+            raise not_installed('scaling.backend "kubernetes"', "kubernetes") from None
         configuration: Any = Configuration(host=f"https://{address(host, port)}")
         configuration.ssl_ca_cert = str(self._account / "ca.crt")
         configuration.retries = False  # the reconciler tries again

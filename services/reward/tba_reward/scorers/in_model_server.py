@@ -30,7 +30,7 @@ class ModelServerScorer:
                     "makes what a recipe needs"
                 )
         names = ("torch", "transformers")
-        self._packages = [installed_version(spec.kind, name, extra="reward-models") for name in names]
+        self._packages = [installed_version(spec.kind, name) for name in names]
         self._spec, self._implementation = spec, implementation
         self._process: ModelProcess = tools.models.process(spec, load_timeout_s=LOAD_TIMEOUT_S)
 

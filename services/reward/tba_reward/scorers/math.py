@@ -14,7 +14,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 def build(spec: MathSpec, tools: Tools) -> Scorer:
     """Return the scorer."""
-    params, releases = params_of(spec), [installed_version(spec.kind, name, extra="math") for name in _PACKAGES]
+    params, releases = params_of(spec), [installed_version(spec.kind, name) for name in _PACKAGES]
     warm_up = "tba_reward.math.grader:warm_up"
     example = Item(prompt="", response=r"so it is $\boxed{\frac{2}{4}\pi}$.", data={spec.field: r"\frac{\pi}{2}"})
     return ProcessPoolScorer(

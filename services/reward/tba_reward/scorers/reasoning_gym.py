@@ -32,7 +32,7 @@ _CODE = re.compile(r"\b[^\W\d]\w|['\"]|[^\0-\x7f]")
 
 def build(spec: ReasoningGymSpec, tools: Tools) -> scorer.Scorer:
     """Return the scorer; the library is imported in worker processes only."""
-    releases = [scorer.installed_version(spec.kind, name, extra="reasoning-gym") for name in ("reasoning-gym", "sympy")]
+    releases = [scorer.installed_version(spec.kind, name) for name in ("reasoning-gym", "sympy")]
     params, load = scorer.params_of(spec), f"{__name__}:load"
     entry = {"question": "1 + 2 =", "answer": "3", "metadata": {"source_dataset": "chain_sum"}}
     return ProcessPoolScorer(

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tba.config.sections import ModelSection
 from tba.config.trainer import LoraSection
-from tba.errors import ConfigError, TbaError
+from tba.errors import ConfigError, TbaError, not_installed
 from tba.model_folders import check_load_report, check_tokenizer, trust_hint
 from tba_trainer.model.logprobs import AUTOCAST_EXPERTS, autocast_experts
 from tba_trainer.model.packing import PACKED_ATTENTION, packed_attention
@@ -215,7 +215,7 @@ def add_adapter(model: Any, section: LoraSection) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ConfigError("[model.lora] needs peft, which is not installed: pip install 'tba[lora]'") from None
+        raise not_installed("[model.lora]", "peft") from None
     from transformers.pytorch_utils import Conv1D
 
     # The output head stays as it is: with an adapter on it, log-probs could not be computed in chunks (logprobs.py).

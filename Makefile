@@ -222,8 +222,9 @@ $(VENV)/docs/.done: deploy/constraints/docs.txt
 	touch $@
 
 docs-site: $(VENV)/docs/.done  ## the documentation as a static site in build/site; a link that leads nowhere ends it
-	PYTHONPATH=. $(PYTHON) tools/docs_site.py build/docs
+	PYTHONPATH=. $(VENV)/docs/bin/python tools/docs_site.py build/docs
 	$(VENV)/docs/bin/mkdocs build -f docs/mkdocs.yml
+	PYTHONPATH=. $(VENV)/docs/bin/python tools/docs_site.py --search build/site
 
 ##@ Develop
 lint: $(VENV)/.test  ## ruff, the import contracts, and the budget of lines and keys

@@ -114,7 +114,9 @@ class TemperatureMix(StrictModel):
     """Draw the temperature of every training rollout uniformly from `low` to `high` (the paper's red-teaming)."""
 
     low: Temperature
+    """The lowest temperature."""
     high: Temperature
+    """The highest temperature."""
 
     @model_validator(mode="after")
     def _check(self) -> TemperatureMix:

@@ -68,9 +68,9 @@ class ModelSection(StrictModel):
     """The starting model, from which the policy starts and which is the first reference."""
 
     path: str
-    """Folder in Hugging Face format (config, tokenizer, safetensors). If there is no such folder: ORG/NAME on the
-    Hugging Face hub, which `tba run` downloads once, to models/ORG/NAME. With `warm_start`: the folder in which the
-    model is cached; `{seed}` in it stands for the run's seed."""
+    """Folder in Hugging Face format (config, tokenizer, safetensors), or ORG/NAME on the Hugging Face hub. `tba run`
+    downloads such a name once, to models/ORG/NAME. With `warm_start`: the folder in which the model is cached; `{seed}`
+    in it stands for the run's seed."""
     revision: str | None = None
     """Commit, branch or tag of ORG/NAME on the hub; none: the newest. The downloaded commit is recorded."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

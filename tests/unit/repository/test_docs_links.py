@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MENTION = re.compile(r"(?<![\w/.:])docs/(?:[\w-]+/)*[\w.-]+\.(?:md|toml|png|jsonl)(?:#[\w-]+)?")
 LEFT_OUT = {"CHANGELOG.md", "README.head.md"}
-BUILT = {"cli.md", "python-api.md"}
+BUILT = {"cli.md", "keys.md", "python-api.md"}
 """Pages of docs/ that only the site has (tools/docs_site.py); its menu names them."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

@@ -14,6 +14,18 @@ A message says what is wrong, which value, and what to do. `slug` is the last pa
 (RFC 9457) that a service answers with; docs/api.md lists them.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word: the known one that is nearest; "" if none is near."""
+    names = list(known)
+    near = [name for text in (word, word.lower()) for name in difflib.get_close_matches(text, names, n=1, cutoff=0.75)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
 
 class TbaError(Exception):
     """Root of every error raised on purpose."""

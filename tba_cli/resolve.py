@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -120,15 +121,24 @@ def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
     )
 
 
-def check_custom_objects(recipe: Recipe) -> None:
-    """Raise ConfigError if the module of a custom objective, engine or tracker cannot be found.
+def check_installed(recipe: Recipe) -> None:
+    """Raise ConfigError if a package of an extra, or the module of a custom objective, engine or tracker, is missing.
 
     No module is imported, because it may need torch. Prompt sources and scorers have their own checks.
     """
-    preset, engine = recipe.objective.preset, recipe.searcher.engine
+    preset, engine, section = recipe.objective.preset, recipe.searcher.engine, recipe.tracking
+    asked = {
+        "vllm": ('searcher.engine = "vllm"', engine == "vllm" and not recipe.is_offline),
+        "wandb": ("[tracking.wandb]", section.wandb is not None),
+        "tensorboard": ("tracking.tensorboard_dir", section.tensorboard_dir is not None),
+    }
+    lacking = {name: key for name, (key, is_asked) in asked.items() if is_asked and not importlib.util.find_spec(name)}
+    if lacking:
+        found = [f"{key} needs the package {name}, which is not installed" for name, key in lacking.items()]
+        raise ConfigError(f"{', and '.join(found)}; pip install 'tba[{','.join(lacking)}]'")
     if recipe.objective.is_custom:
         plugins.find_module(preset, what="objective.preset")
     if engine not in ENGINES:
         plugins.find_module(engine, what="searcher.engine")
-    for name in recipe.tracking.trackers:
+    for name in section.trackers:
         plugins.find_module(name, what="tracking.trackers")

@@ -14,8 +14,12 @@ A message says what is wrong, which value, and what to do. `slug` is the last pa
 (RFC 9457) that a service answers with; docs/api.md lists them.
 """
 
+from __future__ import annotations
+
+import difflib
 import shlex
 import sys
+from collections.abc import Iterable
 
 from tba import __version__
 
@@ -265,3 +269,10 @@ def pip_install(*packages: str) -> str:
 def not_installed(what: str, *packages: str) -> ConfigError:
     """Return the error for what needs packages that are not installed; it names the command that installs them."""
     return ConfigError(f"{what} needs {' and '.join(packages)}, which this Python lacks: {pip_install(*packages)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown word: the known one that is nearest; "" if none is near."""
+    names = list(known)
+    near = [name for text in (word, word.lower()) for name in difflib.get_close_matches(text, names, n=1, cutoff=0.75)]
+    return f"; did you mean {near[0]!r}?" if near else ""

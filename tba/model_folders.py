@@ -29,6 +29,18 @@ def check_tokenizer(folder: str | Path, *, key: str = "model.path") -> None:
         )
 
 
+def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
+    """Raise ModelError if the tokenizer can turn plain text into ids for which the model has no embedding."""
+    # a special one, as for images or padding, is in few texts or none: the engine refuses a request that has it
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    beyond = sorted(t for t, i in tokenizer.get_vocab().items() if i >= vocab_size and i not in special)
+    if beyond:
+        raise ModelError(
+            f"the tokenizer of {where} has {len(beyond)} tokens beyond {vocab_size} of the model, as {beyond[0]!r}; "
+            "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or remove these tokens"
+        )
+
+
 def trust_hint(error: Exception) -> str:
     """Return the remedy, to append to a message, if transformers refused a model with code of its own; else ""."""
     if "trust_remote_code" not in str(error):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from tba.errors import ConfigError, TbaError
+from tba.errors import ConfigError, TbaError, did_you_mean
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -27,9 +27,8 @@ def check_name(value: str, *, what: str, builtin: Sequence[str] = ()) -> str:
     """Return `value` if it is a built-in name or of the form MODULE:NAME, else raise ConfigError. Import nothing."""
     if value not in builtin and not _PATH.fullmatch(value):
         known = f" (known are {', '.join(builtin)})" if builtin else ""
-        raise ConfigError(
-            f"{what} {value!r} is not known{known}, and no import path; write MODULE:NAME, such as my_module:my_name"
-        )
+        fix = did_you_mean(value, builtin) or "; write MODULE:NAME, such as my_module:my_name"
+        raise ConfigError(f"{what} {value!r} is not known{known}, and no import path{fix}")
     return value
 
 

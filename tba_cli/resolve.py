@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from tba import plugins
 from tba.config import Recipe, parse_recipe
 from tba.config.data import with_replaced
 from tba.config.searcher import ENGINES
-from tba.errors import ConfigError
+from tba.errors import ConfigError, not_installed
 from tba.model_folders import check_embedding_model, check_tokenizer
 from tba.tls import address
 from tba_cli.ports import PortRequest, choose_ports
@@ -120,15 +121,23 @@ def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
     )
 
 
-def check_custom_objects(recipe: Recipe) -> None:
-    """Raise ConfigError if the module of a custom objective, engine or tracker cannot be found.
+def check_installed(recipe: Recipe) -> None:
+    """Raise ConfigError if a package of an extra, or the module of a custom objective, engine or tracker, is missing.
 
     No module is imported, because it may need torch. Prompt sources and scorers have their own checks.
     """
-    preset, engine = recipe.objective.preset, recipe.searcher.engine
+    preset, engine, section = recipe.objective.preset, recipe.searcher.engine, recipe.tracking
+    asked = {
+        "vllm": ('searcher.engine = "vllm"', engine == "vllm" and not recipe.is_offline),
+        "wandb": ("[tracking.wandb]", section.wandb is not None),
+        "tensorboard": ("tracking.tensorboard_dir", section.tensorboard_dir is not None),
+    }
+    lacking = {name: key for name, (key, is_asked) in asked.items() if is_asked and not importlib.util.find_spec(name)}
+    if lacking:
+        raise not_installed(" and ".join(lacking.values()), *lacking)
     if recipe.objective.is_custom:
         plugins.find_module(preset, what="objective.preset")
     if engine not in ENGINES:
         plugins.find_module(engine, what="searcher.engine")
-    for name in recipe.tracking.trackers:
+    for name in section.trackers:
         plugins.find_module(name, what="tracking.trackers")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tba.errors import did_you_mean
+
 FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recipes")
 """Folders of recipes: in an installed package, and in the clone. pyproject.toml copies the second into the wheel."""
 
@@ -26,6 +28,7 @@ def recipe_path(word: str) -> str:
     if word not in known:
         raise argparse.ArgumentTypeError(
             f"{word!r} is no recipe that ships with tba ({', '.join(sorted(known))}); name one of them, or a file"
+            f"{did_you_mean(word, known)}"
         )
     return str(known[word])
 

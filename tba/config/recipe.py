@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 
 from pydantic import Field, JsonValue, model_validator
@@ -23,6 +22,7 @@ from tba.config.sections import (
     TlsSection,
 )
 from tba.config.trainer import TrackingSection, TrainerSection
+from tba.errors import did_you_mean
 from tba.fields import StrictModel
 from tba.tls import address
 
@@ -174,11 +174,9 @@ class Recipe(StrictModel):
         for task in self.searcher.tasks:
             if task not in tasks:
                 # a misspelt task would silently keep the defaults of every other task
-                near = difflib.get_close_matches(task, tasks, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
                     f"searcher.tasks.{task} is for a task that nothing scores, so no prompt can have it; known are "
-                    f"{', '.join(tasks)} (reward.tasks and the built-in ones){hint}"
+                    f"{', '.join(tasks)} (reward.tasks and the built-in ones){did_you_mean(task, tasks)}"
                 )
         temperature = self.model.policy_temperature
         if self.searcher.engine in VLLM_ENGINES and temperature > VLLM_MAX_TEMPERATURE:

@@ -6,7 +6,6 @@ Unknown keys are refused everywhere; the message names the key, the value and th
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.data import PrepareItem
 from tba.config.recipe import Recipe
-from tba.errors import ConfigError
+from tba.errors import ConfigError, did_you_mean
 from tba.fields import own_words
 from tba.tls import with_bare_urls
 
@@ -164,7 +163,7 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
         return f"{message}{more}"
     if first["type"] == "extra_forbidden":
         names = [name for name in _names_in(model) if name != loc[-1]]
-        hint = _did_you_mean(loc[-1], names) or "; remove it or correct its name"
+        hint = did_you_mean(loc[-1], names) or "; remove it or correct its name"
         # the message goes to logs, and a misspelt key may hold a secret
         is_secret = isinstance(first["input"], str) and re.search(r"password|secret|token|credential", loc[-1], re.I)
         return f"unknown key {key!r} (value {'not shown' if is_secret else _shown(first['input'])}){hint}{more}"
@@ -177,13 +176,8 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel]) -> 
     if first["type"] == "union_tag_invalid":
         message = f"kind is {context['tag']!r}, and it is one of {context['expected_tags']}"
     if first["type"] == "literal_error" and isinstance(first["input"], str):
-        message += _did_you_mean(first["input"], re.findall(r"'([^']+)'", context["expected"]))
+        message += did_you_mean(first["input"], re.findall(r"'([^']+)'", context["expected"]))
     return f"key {key!r} has the value {_shown(first['input'])}: {message}{more}"
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _shown(value: Any) -> str:

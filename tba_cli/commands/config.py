@@ -20,7 +20,7 @@ def check_command(args: argparse.Namespace) -> int:
     from tba_cli.commands.doctor import print_result, results_json
     from tba_cli.doctor.checks.recipe import RecipeChecks
     from tba_cli.doctor.run_checks import run_checks
-    from tba_cli.doctor.target import fail, ok, target_of, warn
+    from tba_cli.doctor.target import fail, ok, skip, target_of, warn
     from tba_cli.resolve import with_absolute_paths
 
     if args.sample is not None and args.sample < 1:
@@ -37,6 +37,7 @@ def check_command(args: argparse.Namespace) -> int:
     others = [
         ("model", checks.check_model),
         ("tokenizer", checks.check_tokenizer),
+        ("installed", checks.check_installed),
         ("temperature", checks.check_temperature),
         ("scorer", checks.check_scorers),
     ]
@@ -44,7 +45,10 @@ def check_command(args: argparse.Namespace) -> int:
     for group in (first, others):
         results += run_checks(target, checks=group, timeout_s=checks.timeout_s, on_result=on_result)
     more: dict[str, Any] = {}
-    if args.sample is not None and not any(result.level == "fail" for result in results):
+    if args.sample is not None and any(result.level == "fail" for result in results):
+        results.append(skip("sample", "what would fail, above, comes first: the model was not asked"))
+        on_result(results[-1])
+    elif args.sample is not None:
         from tba_cli.commands.evaluate import sample_answers
         from tba_cli.local.evaluate import EvaluationConsole
         from tba_cli.reports import sample

@@ -19,10 +19,10 @@ from tba_cli.console import Console
 from tba_cli.doctor.checks.machine import check_devices
 from tba_cli.local.reward_trial import try_scorers
 from tba_cli.local.supervisor import StopRequestedError, Supervisor
-from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
+from tba_cli.prompts.reader import check_tasks, prompt_warnings, prompts_of, tasks_of_recipe
 from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import result_lines
-from tba_cli.resolve import check_custom_objects, check_model, seed_warning, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import check_installed, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start, try_model
@@ -63,7 +63,7 @@ def run_local(
     check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
     find_redis_server()
-    check_custom_objects(original)
+    check_installed(original)
     for role in LOCAL_ROLES:
         role_token(original.auth.tokens_file, role)
     check_devices(original)
@@ -72,13 +72,15 @@ def run_local(
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
     endless = None if needs_warm_start else endless_warning(original, prompts)
-    for warning in filter(None, (original.temperature_warning, seed_warning(original), endless)):
+    warnings = (original.temperature_warning, seed_warning(original), endless, *prompt_warnings(original, prompts))
+    for warning in filter(None, warnings):
         console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
-    if (shared := in_both_splits(original, prompts)) is not None:
-        console.result(f"warning: {shared}")
     if not resume and original.reward.tasks:  # the built-in tasks need no trial
-        try_scorers(original, prompts, http=True).check()
+        trial = try_scorers(original, prompts, http=True)
+        trial.check()
+        for warning in filter(None, map(trial.failures, trial.tried)):
+            console.result(f"warning: {warning}")
     with folder.acquire(resume=resume, fresh=fresh) as lock_fd:
         supervisor = None
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,7 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tba.api import Prompt, ScoreItem
+from tba.api import Prompt, ScoreItem, ScoreResult
 from tba.clients import RewardClient
 from tba.config import Recipe, parse_recipe
 from tba.config.reward import REASONING, ModelScorerSpec, TaskReward
@@ -27,6 +28,8 @@ from tba_cli.local.reward_service import reward_client, start_reward, with_own_r
 from tba_cli.run_folder import RunFolder
 
 T = TypeVar("T")
+_Try = tuple[list[tuple[str, ScoreResult]], Prompt, str, str]
+"""Where the result goes, the prompt, what the response is, and the response."""
 SERVICE = "tba_reward"
 LARGE_BYTES = 2**30
 """Models above this size are not loaded only for the trial."""
@@ -35,6 +38,13 @@ MAX_VALUES, MAX_VALUE_CHARS = 8, 10_000
 MAX_SHOWN_CHARS = 30
 MAX_ALIKE = 16
 """Most different sets of data columns that are tried for each task."""
+ODD = ("", "I do not know.", "\u00b2")
+"""Responses that a model may give, and that break functions: without any text, without a number; a digit for
+`isdigit`, and none for `int`."""
+NUM_OTHERS, MAX_ODD = 8, 24
+"""Other prompts whose answers are tried, and most odd responses in all."""
+SLOW_S = 3.0
+"""Odd responses, which are more, are not tried if the others took this long: a scorer may ask a judge."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -49,38 +59,53 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Tri
     trial = Trial()
     tried = _without(recipe, trial.left_out, http=http)
     alike = _alike([prompt for prompt in prompts if prompt.task not in trial.left_out])
-    items: list[ScoreItem] = []
-    asked: list[tuple[str, Alike]] = []
+    first: list[_Try] = []
+    odd: list[_Try] = []
     for task, sets in alike.items():
-        trial.num_untried += Counter({task: sum(other.num_prompts for other in sets[MAX_ALIKE:])})
-        has_tokens, reward = tried.reward.takes_tokens(task), tried.reward.tasks.get(task)
-        found = list(_responses(sets[0].first, reward))
+        trial.num_untried += Counter({task: sum(len(other.prompts) for other in sets[MAX_ALIKE:])})
+        reward, prompt = tried.reward.tasks.get(task), sets[0].prompts[0]
+        found = list(_responses(prompt, reward))
+        first += [(sets[0].results, prompt, *each) for each in found]
         # which columns it needs shows with any response
-        tries = [(sets[0], *each) for each in found]
-        tries += [(other, *next(_responses(other.first, reward))) for other in sets[1:MAX_ALIKE]]
-        for each, what, response in tries:
-            items.append(
-                ScoreItem(
-                    item_id=str(len(items)),
-                    task=task,
-                    prompt=each.first.text,
-                    response=response,
-                    data=each.first.data,
-                    response_tokens=made_up_tokens(response) if has_tokens else None,
-                )
-            )
-            asked.append((what, each))
+        for other in sets[1:MAX_ALIKE]:
+            first.append((other.results, other.prompts[0], *next(_responses(other.prompts[0], reward))))
+        if tried.reward.takes_tokens(task):  # a function; other scorers are made for all responses
+            these = _odd_responses(sets[0].prompts, recipe.searcher.max_response_tokens)
+            odd += [(sets[0].odd_results, *each) for each in islice(these, MAX_ODD)]
         # an answer alone should score more than another response: not in reasoning or behind a gate
-        is_reasoning = sets[0].first.text.rstrip().endswith(tuple(begin for begin, _ in REASONING))
-        if reward is not None and len(found) > 1 and not is_reasoning:
+        is_reasoning = prompt.text.rstrip().endswith(tuple(begin for begin, _ in REASONING))
+        if reward is not None and found[-1][0].startswith("data.") and not is_reasoning:
             others = [spec for spec in reward.scorers if not spec.reads_data]
             if len(others) < len(reward.scorers) and all(spec.gate is None for spec in others):
                 trial.right.add(task)
-    results = ask_scorers(tried, lambda client: client.score(items).results if items else [])
-    for (what, each), result in zip(asked, results, strict=True):
-        each.results.append((what, result))
+
+    def ask(client: RewardClient) -> None:
+        begun_s = time.monotonic()
+        _score(client, tried, first)
+        trial.is_slow = bool(odd) and time.monotonic() - begun_s > SLOW_S
+        if not trial.is_slow:
+            _score(client, tried, odd)
+
+    ask_scorers(tried, ask)
     trial.tried = {task: sets[:MAX_ALIKE] for task, sets in alike.items()}
     return trial
+
+
+def _score(client: RewardClient, recipe: Recipe, tries: Sequence[_Try]) -> None:
+    """Score the responses, and append each result to the list of its try."""
+    items = [
+        ScoreItem(
+            item_id=str(number),
+            task=prompt.task,
+            prompt=prompt.text,
+            response=response,
+            data=prompt.data,
+            response_tokens=made_up_tokens(response) if recipe.reward.takes_tokens(prompt.task) else None,
+        )
+        for number, (_, prompt, _, response) in enumerate(tries)
+    ]
+    for (results, _, what, _), result in zip(tries, client.score(items).results if items else (), strict=True):
+        results.append((what, result))
 
 
 def ask_scorers(recipe: Recipe, ask: Callable[[RewardClient], T]) -> T:
@@ -123,23 +148,16 @@ def made_up_tokens(response: str) -> list[int]:
 
 def _alike(prompts: Sequence[Prompt]) -> dict[str, list[Alike]]:
     """Group the prompts of each task by the non-null columns of their data; the most frequent columns come first."""
-    firsts: dict[str, dict[frozenset[str], Prompt]] = {}
-    num: dict[str, Counter[frozenset[str]]] = {}
+    found: dict[str, dict[frozenset[str], list[Prompt]]] = {}
     for prompt in prompts:
         columns = frozenset(name for name, value in prompt.data.items() if value is not None)
-        firsts.setdefault(prompt.task, {}).setdefault(columns, prompt)
-        num.setdefault(prompt.task, Counter())[columns] += 1
+        found.setdefault(prompt.task, {}).setdefault(columns, []).append(prompt)
     return {
         task: [
-            Alike(
-                columns=tuple(sorted(columns)),
-                first=firsts[task][columns],
-                num_prompts=number,
-                num_of_task=counts.total(),
-            )
-            for columns, number in counts.most_common()
+            Alike(columns=tuple(sorted(columns)), prompts=alike, num_of_task=sum(map(len, sets.values())))
+            for columns, alike in sorted(sets.items(), key=lambda each: -len(each[1]))
         ]
-        for task, counts in num.items()
+        for task, sets in found.items()
     }
 
 
@@ -161,6 +179,21 @@ def _responses(prompt: Prompt, reward: TaskReward | None) -> Iterator[tuple[str,
         yield f"{name} {shown!r}", text
         if in_box and "boxed" not in text:
             yield f"{name} in a box", f"\\boxed{{{text}}}"
+    if not values:
+        # one score is a list of the right length for one response
+        yield "'2'", "2"
+
+
+def _odd_responses(prompts: Sequence[Prompt], max_tokens: int) -> Iterator[tuple[Prompt, str, str]]:
+    """Yield (prompt, description, response): odd ones to the first prompt, then values of the data of other prompts."""
+    for text in ODD:
+        yield prompts[0], repr(text), text
+    yield prompts[0], f"{max_tokens} times '9'", "9" * max_tokens
+    step = max(1, len(prompts) // NUM_OTHERS)
+    for prompt in prompts[1::step][:NUM_OTHERS]:
+        for what, text in _responses(prompt, None):
+            if what.startswith("data."):
+                yield prompt, f"{what} of prompt {prompt.prompt_id!r}", text
 
 
 def _without(recipe: Recipe, left_out: dict[str, str], *, http: bool) -> Recipe:

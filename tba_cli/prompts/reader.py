@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe
 from tba.config.data import DataSet
 from tba.config.reward import BUILT_IN_TASKS, GoldSpec
-from tba.errors import ConfigError
+from tba.errors import ConfigError, did_you_mean
 from tba_cli.child_processes import ask_program
 from tba_cli.generators import load_prompt_source
 from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
@@ -198,15 +199,33 @@ def gold_keys(recipe: Recipe) -> Gold:
     return keys | own
 
 
-def in_both_splits(recipe: Recipe, prompts: Sequence[Prompt]) -> str | None:
-    """Return a sentence about held-out prompts that are trained on too; None if there are none."""
+def prompt_warnings(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning for each setting that does not go with the prompts; the remedy stands after the last `; `."""
+    num = Counter(prompt.split for prompt in prompts)
     # `texts` are in both on purpose: red-teaming has one prompt
     written = {text for section in recipe.data.sets for text in section.texts or ()}
     # by text, since ids may differ
     trained = {prompt.text for prompt in prompts if prompt.split == "train"} - written
-    both = [prompt.text in trained for prompt in prompts if prompt.split == "heldout"]
-    sentence = f"{sum(both)} of {len(both)} held-out prompts have the text of a prompt that is trained on"
-    return sentence if any(both) else None
+    num_both = sum(prompt.text in trained for prompt in prompts if prompt.split == "heldout")
+    if num_both:
+        yield (
+            f"{num_both} of {num['heldout']} held-out prompts have the text of a prompt that is trained on, so "
+            "evaluations of them measure memory; take them out of one split"
+        )
+    batch, section = recipe.sampling.prompts_per_batch, recipe.eval
+    if batch > num["train"] > 0:
+        yield (
+            f"sampling.prompts_per_batch is {batch:,}, above the number of prompts to train on ({num['train']:,}): a "
+            f"batch draws each of them {batch / num['train']:.1f} times on average; lower it, or take more prompts"
+        )
+    for name in ("num_prompts", "num_prompts_final"):
+        value = getattr(section, name)
+        # resolved recipes name every setting, so a default is no choice of a person
+        if value > num["heldout"] > 0 and value != type(section).model_fields[name].default:
+            yield (
+                f"eval.{name} is {value:,}, above the number of held-out prompts ({num['heldout']:,}): no evaluation "
+                "has more; lower it, or hold out more"
+            )
 
 
 def upload_prompts(client: BufferClient, prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> PromptUploadReply:
@@ -247,6 +266,7 @@ def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
             raise ConfigError(
                 f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores; the reward "
                 f"service knows {', '.join(known)}: correct the prompt, or give the task an entry in reward.tasks"
+                f"{did_you_mean(prompt.task, known)}"
             )
 
 

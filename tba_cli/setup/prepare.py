@@ -32,7 +32,7 @@ from tba_cli.artifacts.prepared import (
 )
 from tba_cli.child_processes import ask_program, run_program
 from tba_cli.console import Console
-from tba_cli.prompts.reader import in_both_splits, prompts_of
+from tba_cli.prompts.reader import prompt_warnings, prompts_of
 from tba_cli.setup import trl_training
 
 MAX_SHOWN_CHARS = 1000
@@ -59,8 +59,8 @@ def prepare_recipe(recipe: Recipe, console: Console) -> None:
         console.result(f"{len(chosen):,} prompts of split {split}; the first:")
         shown = chosen[0].model_dump_json(indent=2)
         console.result(shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]} ...")
-    if (shared := in_both_splits(recipe, prompts)) is not None:
-        console.result(f"warning: {shared}")
+    for warning in prompt_warnings(recipe, prompts):
+        console.result(f"warning: {warning}")
 
 
 def prepare_at_start(recipe: Recipe, console: Console) -> None:

@@ -23,7 +23,7 @@ from tba.tokens import client_token
 from tba.weights import check_redis_is_newest
 from tba_cli.artifacts import ArtifactStore
 from tba_cli.console import Console
-from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, upload_prompts
+from tba_cli.prompts.reader import check_tasks, prompt_warnings, prompts_of, upload_prompts
 from tba_cli.setup.artifacts import set_up_folders
 from tba_cli.setup.origin import until_loaded
 
@@ -77,8 +77,8 @@ def run_setup(
         return
     # after the folders, since the data sets of the prompts are among them
     prompts = prompts_of(recipe)
-    if (shared := in_both_splits(recipe, prompts)) is not None:
-        on_progress(f"warning: {shared}")
+    for warning in prompt_warnings(recipe, prompts):
+        on_progress(f"warning: {warning}")
     options: dict[str, Any] = {
         "token": client_token(recipe.auth.tokens_file, "operator"),
         "ca_file": recipe.tls.ca_file,

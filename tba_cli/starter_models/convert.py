@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError
-from tba.model_folders import TOKENIZER_FILES, trust_hint
+from tba.model_folders import TOKENIZER_FILES, check_vocabulary, trust_hint
 from tba.no_torch import hide_torch
 
 PICKLED = "pytorch_model*.bin*"
@@ -57,7 +57,20 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
     except Exception as error:  # files of a model, and code that comes with it, raise anything
         what = "config or tokenizer cannot be loaded"
         raise ConfigError(f"{folder}: {what}: {_reason(error)}{trust_hint(error)}") from None
+    vocab_size = config.get_text_config().vocab_size
+    check_vocabulary(tokenizer, vocab_size, where=str(folder))
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    ids = {token for row in rows for token in row}
+    if texts and ids <= tokenizer.added_tokens_decoder.keys():  # what transformers makes where files are missing
+        raise ConfigError(
+            f"{folder}: the tokenizer knows no token of the prompts but special ones, as without {TOKENIZER_FILES[0]}; "
+            "fetch the folder again, or save the tokenizer there with tokenizer.save_pretrained(...)"
+        )
+    if (highest := max(ids, default=0)) >= vocab_size:
+        raise ConfigError(
+            f"{folder}: prompts hold the token {tokenizer.convert_ids_to_tokens(highest)!r} (id {highest}), and the "
+            f"model has {vocab_size} ids; correct the prompts or their chat template, or take the model's own tokenizer"
+        )
     unknown: list[set[str]] = []
     # byte-level tokenizers know everything, also those that name an unknown token
     if texts and tokenizer.unk_token_id is not None and tokenizer.is_fast:
@@ -70,7 +83,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
     pieces = Counter(piece for found in unknown for piece in sorted(found))
     return {
         "architecture": (config.architectures or ["unknown"])[0],
-        "vocab_size": config.get_text_config().vocab_size,
+        "vocab_size": vocab_size,
         "max_length_tokens": getattr(config.get_text_config(), "max_position_embeddings", None),
         "text_tokens": [len(row) for row in rows],
         "num_unknown_texts": sum(map(bool, unknown)),

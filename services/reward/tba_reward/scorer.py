@@ -20,7 +20,8 @@ from tba.fields import MAX_NUMBER, is_bounded
 from tba.tls import with_bare_urls
 
 OK = "ok"
-MAX_DETAIL_CHARS = 500
+MAX_DETAIL_CHARS, MAX_ERROR_CHARS = 500, 400
+"""Longest detail, and longest text in it of an exception: the place behind it is not cut off."""
 NOT_OF_SCORES = {
     *("weight", "gate", "timeout_s"),
     *("model", "victim", "classifier"),
@@ -165,7 +166,13 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.reason, str(error))
     if isinstance(error, MemoryError):
         return Failure("out_of_memory", f"MemoryError: {error}")
-    return Failure("exception", f"{type(error).__name__}: {error}")
+    return Failure("exception", told(error))
+
+
+def told(error: BaseException) -> str:
+    """Return `TYPE: TEXT`, and ` (FILE:LINE)` if the last note of the exception says that place."""
+    places = [f" ({note})" for note in getattr(error, "__notes__", ())[-1:]]
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + "".join(places)
 
 
 def checked(value: object) -> Outcome:

@@ -19,14 +19,16 @@ from tba_cli.artifacts import required_folders
 from tba_cli.artifacts.prepared import check_prepared, made_at_start, missing
 from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
-from tba_cli.prompts.reader import check_tasks, in_both_splits, prompts_of, tasks_of_recipe
-from tba_cli.resolve import check_model
+from tba_cli.prompts.reader import check_tasks, prompt_warnings, prompts_of, tasks_of_recipe
+from tba_cli.resolve import check_installed, check_model
 from tba_cli.setup.prepare import endless_warning, measure_model
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
 INCONCLUSIVE_REASONS = frozenset({"abstained", "ambiguous", "too_long"})
 """Failure reasons that the made-up response may have caused, so that they prove no error of the recipe."""
+MAX_SHOWN = 3
+"""Most responses without a score that a sentence names."""
 SLACK_S = 60.0
 """Time for everything other than the start of the scorers and their answers."""
 ELSEWHERE = "its services run elsewhere (buffer.url); `tba doctor` asks the reward service"
@@ -39,11 +41,12 @@ class Alike:
     """The prompts of a task whose data have the same columns."""
 
     columns: tuple[str, ...]
-    first: Prompt
-    num_prompts: int
+    prompts: Sequence[Prompt]
     num_of_task: int
     results: list[tuple[str, ScoreResult]] = field(default_factory=list)
-    """For each made-up response to `first`, what it was and its result."""
+    """For each made-up response to the first prompt, what it was and its result."""
+    odd_results: list[tuple[str, ScoreResult]] = field(default_factory=list)
+    """The same for responses that a function may not be made for, and for answers to other prompts."""
 
     @property
     def problem(self) -> str | None:
@@ -52,9 +55,10 @@ class Alike:
         # other errors may be those of the one response
         if error is None or error.reason != "bad_data":
             return None
+        first, columns = self.prompts[0], ", ".join(self.columns) or "none"
         return (
-            f"{self.num_prompts:,} of {self.num_of_task:,} prompts of task {self.first.task!r} cannot be scored, first "
-            f"{self.first.prompt_id!r}: their data have the columns {', '.join(self.columns) or 'none'}; {error.detail}"
+            f"{len(self.prompts):,} of {self.num_of_task:,} prompts of task {first.task!r} cannot be scored, first "
+            f"{first.prompt_id!r}: their data have the columns {columns}; {error.detail}"
         )
 
 
@@ -71,6 +75,8 @@ class Trial:
     """Tasks whose scorers were not all asked, and why."""
     right: set[str] = field(default_factory=set)
     """Tasks for which one of the tried responses should be right, so that equal scores deserve a warning."""
+    is_slow: bool = False
+    """Whether odd responses were not tried, because the others took long already."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (task, sentence) for each task of which all prompts, or some, cannot be scored."""
@@ -81,6 +87,22 @@ class Trial:
                 yield task, f"task {task!r} scores nothing: {problem}"
             if len(lacking) < len(sets):
                 yield from ((task, sentence) for sentence in lacking)
+
+    def failures(self, task: str) -> str | None:
+        """Return a warning, with the remedy after its last `; `, about tried responses without a score; or None."""
+        tried = self.tried[task][0]
+        failed = [(what, result.error) for what, result in tried.results if result.error is not None]
+        # a scorer may abstain from odd ones
+        odd = ((what, result.error) for what, result in tried.odd_results if result.error is not None)
+        failed += [(what, error) for what, error in odd if error.reason not in INCONCLUSIVE_REASONS]
+        if not failed:
+            return None
+        shown = ", ".join(f"{what} ({error.reason}: {error.detail})" for what, error in failed[:MAX_SHOWN])
+        more = f" and {len(failed) - MAX_SHOWN} more" if len(failed) > MAX_SHOWN else ""
+        return (
+            f"task {task!r}: {len(failed)} of {len(tried.results) + len(tried.odd_results)} made-up responses have no "
+            f"score: {shown}{more}; correct the scorer, unless they should have none: a wrong answer is a number"
+        )
 
     def check(self) -> None:
         """Raise ConfigError if there is a problem."""
@@ -138,8 +160,8 @@ class RecipeChecks:
         self.prompts = prompts_of(self.recipe)
         num = {split: sum(prompt.split == split for prompt in self.prompts) for split in ("train", "heldout")}
         yield ok("prompts", f"{num['train']} to train on, {num['heldout']} held out")
-        if (shared := in_both_splits(self.recipe, self.prompts)) is not None:
-            yield warn("prompts", f"{shared}; evaluations of them measure memory", "take them out of one split")
+        for warning in prompt_warnings(self.recipe, self.prompts):
+            yield warn("prompts", *warning.rsplit("; ", 1))
         # a misspelt task name shows as a reward that no prompt asks for
         asked = {*self.recipe.eval.published.tasks, *(prompt.task for prompt in self.prompts)}
         for task in self.recipe.reward.tasks:
@@ -196,6 +218,12 @@ class RecipeChecks:
         else:
             yield ok("prompt-length", lines)
 
+    def check_installed(self, target: Target) -> Iterator[CheckResult]:
+        """Check that the optional packages, and the modules of your own, that the recipe names are installed."""
+        if target.is_local:  # else they are in the images of the services
+            check_installed(self.recipe)
+        yield from ()
+
     def check_temperature(self, target: Target) -> Iterator[CheckResult]:
         """Warn if no rollout is sampled at the policy temperature, so that none is of the policy that is trained."""
         if (warning := self.recipe.temperature_warning) is not None:
@@ -218,6 +246,8 @@ class RecipeChecks:
             yield skip("scorer", f"task {task!r}: {why}; `tba score` asks it")
         for task, problem in trial.problems():
             yield fail("scorer", problem, fix_of(task))
+        if trial.is_slow:
+            yield skip("scorer", "odd responses were not tried, since the scorers are slow")
         for task, num in trial.num_untried.items():
             yield skip("scorer", f"task {task!r}: {num:,} prompts, whose data have rarer columns, were not tried")
         for task, sets in trial.tried.items():
@@ -231,13 +261,8 @@ class RecipeChecks:
 
 
 def _tried_result(trial: Trial, task: str, tried: Sequence[tuple[str, ScoreResult]], recipe_file: Path) -> CheckResult:
-    errors = [f"{result.error.reason}: {result.error.detail}" for _, result in tried if result.error is not None]
-    if errors:
-        return warn(
-            "scorer",
-            f"task {task!r}: {len(errors)} of {len(tried)} made-up responses have no score ({errors[0]})",
-            "nothing, if such a response should have no score; otherwise correct the scorer",
-        )
+    if (failures := trial.failures(task)) is not None:
+        return warn("scorer", *failures.rsplit("; ", 1))
     rewards = [result.reward for _, result in tried]
     names = ", ".join(what for what, _ in tried)
     if task in trial.right and len(set(rewards)) == 1:

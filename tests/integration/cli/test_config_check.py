@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tba.api import Prompt, ScoreError, ScoreResult
 from tba.clients import RewardClient
@@ -43,6 +44,15 @@ def picky(prompts, completions, **kwargs):
 
 def broken(prompts, completions, **kwargs):
     raise KeyError("gold")
+
+def number(prompts, completions, answer, **kwargs):
+    return [float(int(c) == int(a)) if c else None for c, a in zip(completions, answer)]
+
+def one(completions, **kwargs):
+    return [1.0]
+
+def of_some(completions, **kwargs):
+    return [1.0 for c in completions if c]
 """
 Check = Callable[..., tuple[int, str]]
 
@@ -70,6 +80,7 @@ def check(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         tasks = {"mine": {"scorers": [{"kind": "python", "function": function}]}}
         document: dict[str, dict[str, Any]] = {"run": {"name": "demo"}, "model": {"path": str(model)}}
         document |= {"data": {"path": "prompts.jsonl"}, "buffer": {"port": 0}, "reward": {"port": 0, "tasks": tasks}}
+        document["sampling"] = {"prompts_per_batch": 1}
         document["searcher"] = {"max_prompt_tokens": 16, "max_response_tokens": 16}
         for name, values in sections.items():
             document[name] = {**document.get(name, {}), **values}
@@ -139,6 +150,26 @@ def test_the_values_of_the_data_are_tried_as_responses_of_every_task(check: Chec
     assert "`tba score FILE --recipe recipe.json`, where FILE holds responses of your own" in out
 
 
+def test_what_a_function_raises_for_some_responses_is_said_with_the_line(check: Check, tmp_path: Path) -> None:
+    """Odd responses, and the answers of other prompts; that it abstains from an empty one is its own affair."""
+    golds = {"a": "2", "b": "3", "c": "1,000"}
+    more = [rows()[0] | {"prompt_id": name, "data": {"answer": gold}} for name, gold in golds.items()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, [*rows(), *more])))
+    _, out = check(function="graders:number", model={"path": "nowhere"})
+    line = GRADERS.split("\n").index("def number(prompts, completions, answer, **kwargs):") + 2
+    assert "WARN scorer: task 'mine': 3 of 10 made-up responses have no score: 'I do not know.' (exception: " in out
+    assert f"invalid literal for int() with base 10: 'I do not know.' (graders.py:{line}))" in out
+    assert "data.answer '1,000' of prompt 'c' (exception: " in out
+
+
+@pytest.mark.parametrize(("function", "level"), [("graders:one", "FAIL"), ("graders:of_some", "WARN")])
+def test_a_list_of_the_wrong_length_is_found_also_where_prompts_have_no_data(check, tmp_path, function, level) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row | {"data": {}}) for row in rows()))
+    _, out = check(function=function, model={"path": "nowhere"})
+    (line,) = [line for line in out.splitlines() if "one score for each completion" in line]
+    assert line.startswith(f"{level} scorer: "), line
+
+
 def test_the_columns_of_every_row_are_compared_with_what_the_scorer_needs(check: Check, tmp_path: Path) -> None:
     """Also of the last ones, and where only few rows are wrong; each of them would be generated for in vain."""
     row = {"task": "mine", "text": "1+1=", "split": "train"}
@@ -198,9 +229,27 @@ def test_answers_without_any_reward_are_a_failure(check: Check) -> None:
 
 
 def test_the_model_is_asked_only_if_the_checks_pass(check: Check, tmp_path: Path) -> None:
-    assert check("--sample", "1", function="graders:broken")[0] == 1
+    code, out = check("--sample", "1", function="graders:broken")
+    assert (code, "-    sample: " in out) == (1, True), out
     assert check("--sample", "0")[0] == 2
     assert not (tmp_path / "evaluations").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(check: Check, tmp_path: Path, model: Path) -> None:
+    """It has ids that the model lacks: of plain tokens, or of special ones in prompts. Or its main file is missing."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row | {"text": "<turn>1"}) for row in rows()))
+    for kind, said in (("plain", "'<plus>'"), ("special", "'<turn>' (id 33)"), ("none", "without tokenizer.json")):
+        folder = shutil.copytree(model, tmp_path / kind)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens(["<plus>" if kind == "plain" else "<turn>"], special_tokens=kind != "plain")
+        tokenizer.save_pretrained(folder)
+        if kind == "none":  # transformers makes an empty one of this class
+            (folder / "tokenizer.json").unlink()
+            settings = (folder / "tokenizer_config.json").read_text()
+            (folder / "tokenizer_config.json").write_text(settings.replace("TokenizersBackend", "GPT2Tokenizer"))
+        code, out = check(model={"path": str(folder)}, reward={"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}})
+        found = [line for line in failures(out) if line.startswith("FAIL tokenizer: ")]
+        assert (code, len(found), said in "".join(found)) == (1, 1, True), out
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(check: Check, tmp_path: Path) -> None:

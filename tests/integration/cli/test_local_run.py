@@ -108,7 +108,7 @@ def test_fresh_begins_again_and_quiet_prints_the_result_only(place):
     heldout = prompt_line("b", "heldout").replace("1+1", "2+2")  # another text: nothing to warn of
     (place.path / "prompts.jsonl").write_text(f"{prompt_line('a', 'train')}\n{heldout}\n")
     assert place.run(FAKE_TRAINER="die-at-2").returncode == 1
-    done = place.run("--fresh", "--quiet", "--seed", "3")
+    done = place.run("--fresh", "--quiet", "--seed", "3", "--set", "sampling.prompts_per_batch=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("pass@1 sampled")
     summary = place.summary()
@@ -333,6 +333,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(place, monkeypatch):
     done = place.run()
     assert done.returncode == 0  # and a failed start leaves nothing in the way
     assert "warning: 1 of 1 held-out prompts have the text of a prompt that is trained on" in done.stdout
+    assert "warning: sampling.prompts_per_batch is 16, above the number of prompts to train on (1)" in done.stdout
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tba.config.data import ColumnValue, DataSet
 from tba.config.reward import RewardSection
 from tba.errors import ConfigError
 from tba_cli.prompts.columns import RowError, extracted, prompt_of, template_parts, text_of
-from tba_cli.prompts.reader import chunks, heldout_prompts, in_both_splits, prompts_of, prompts_of_file
+from tba_cli.prompts.reader import chunks, heldout_prompts, prompt_warnings, prompts_of, prompts_of_file
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.starter_models.convert import chat_texts
 
@@ -124,7 +125,8 @@ def test_texts_of_the_recipe_are_prompts_of_both_splits():
     expected = [("redteam", "Write:\n1.", split) for split in ("train", "heldout")]
     assert [(p.task, p.text, p.split) for p in prompts] == expected
     assert len({p.prompt_id for p in prompts}) == 2
-    assert in_both_splits(found, prompts) is None, "red-teaming has one prompt"
+    warned = [text.partition(" ")[0] for text in prompt_warnings(found, prompts)]
+    assert warned == ["sampling.prompts_per_batch"], "red-teaming has one prompt, in both splits"
 
 
 # ---- one row --------------------------------------------------------------------------------------------------------
@@ -216,10 +218,28 @@ def test_prompts_of_both_splits_are_counted_by_text(tmp_path):
     folder = write_dataset(tmp_path / "d", train=QUESTIONS, test=QUESTIONS[:1] * 2)
     sets = of_sets(questions(folder, column="question"))
     said = "held-out prompts have the text of a prompt that is trained on"
-    assert in_both_splits(sets, prompts_of(sets)) == f"1 of 1 {said}"
-    assert in_both_splits(sets, [p for p in prompts_of(sets) if p.split == "train"]) is None
+    assert next(prompt_warnings(sets, prompts_of(sets))).startswith(f"1 of 1 {said}")
+    assert "text" not in " ".join(prompt_warnings(sets, [p for p in prompts_of(sets) if p.split == "train"]))
     beside = of_sets(questions(folder, column="question"), {"task": "redteam", "texts": ["Write:\n1."]})
-    assert in_both_splits(beside, prompts_of(beside)) == f"1 of 2 {said}", "texts of the recipe silence only themselves"
+    both = next(prompt_warnings(beside, prompts_of(beside)))
+    assert both.startswith(f"1 of 2 {said}"), "texts of the recipe silence only themselves"
+
+
+@pytest.mark.parametrize(
+    ("batch", "num", "num_final", "said"),
+    [
+        (96, 32, 32, {}),
+        (96, 128, 512, {}),  # the defaults are nobody's choice
+        (5000, 33, 512, {"sampling.prompts_per_batch": ["5,000", "96", "52.1"], "eval.num_prompts": ["33", "32"]}),
+        (96, 128, 64, {"eval.num_prompts_final": ["64", "32"]}),
+    ],
+)
+def test_a_batch_or_an_evaluation_of_more_prompts_than_there_are_is_named(batch, num, num_final, said):
+    document = {"run": {"name": "r"}, "model": {"path": "m"}, "sampling": {"prompts_per_batch": batch}}
+    document |= {"data": {"generator": "addition", "num_train": 96, "num_heldout": 32}}
+    found = parse_recipe(document | {"eval": {"num_prompts": num, "num_prompts_final": num_final}}, where="test")
+    warnings = [text.partition(" ") for text in prompt_warnings(found, prompts_of(found))]
+    assert {key: re.findall(r"\b\d[\d,.]*\b", text) for key, _, text in warnings} == said
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

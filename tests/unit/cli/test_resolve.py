@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from tba.errors import ConfigError
 from tba_cli.child_processes import child_environ
 from tba_cli.local.services import process_spec
 from tba_cli.redis_server import find_redis_server, redis_command
-from tba_cli.resolve import absolute_store_url, check_model, seed_warning, with_absolute_paths, with_real_addresses
+from tba_cli.resolve import (
+    absolute_store_url,
+    check_installed,
+    check_model,
+    seed_warning,
+    with_absolute_paths,
+    with_real_addresses,
+)
 from tba_cli.run_folder import RunFolder
 
 
@@ -69,6 +77,16 @@ def test_what_trackers_write_moves_into_the_run_folder(tmp_path):
     given = {"metrics_path": "/data/m.jsonl"}
     config = with_real_addresses(make(tracking=given), RunFolder(tmp_path / "r"))
     assert (config.tracking.metrics_path, config.tracking.tensorboard_dir) == ("/data/m.jsonl", None)
+
+
+def test_all_packages_that_a_recipe_needs_are_named_with_their_extras(monkeypatch):
+    asked = {"tracking": {"wandb": {}, "tensorboard_dir": "tb"}, "searcher": {"engine": "vllm"}}
+    for package in ("wandb", "vllm"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as raised:
+        check_installed(make(**asked))
+    assert str(raised.value).endswith("-m pip install vllm wandb")
+    check_installed(make(searcher={"engine": "vllm", "num_searchers": 0}))
 
 
 def test_a_missing_model_is_refused_unless_a_warm_start_makes_it(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tba_reward.scorer import Item, params_of
+from tba_reward.scorer import Failure, Item, clean, params_of, told
 from tba_reward.scorers import Tools, build_scorer, python
 
 from tba.config.reward import PythonSpec
@@ -95,6 +95,49 @@ def test_a_module_that_is_not_there_is_a_config_error() -> None:
     for name in ("no_such_module:f", "tests.support.no_such:f", "tests.support.trl_rewards.deeper:f"):
         with pytest.raises(ConfigError, match="there is no module"):
             build_scorer(PythonSpec(kind="python", function=name), TOOLS)
+
+
+OWN = """
+import asyncio
+import json
+import own_helper
+
+async def later(text):
+    return json.loads(text)
+
+def score(completions, **_):
+    match completions[0]:
+        case "here": raise KeyError("x" * 900)
+        case "in a helper": return own_helper.halve("a")
+        case "in a library": return json.loads("no JSON")
+        case "in a coroutine": return asyncio.run(later("no JSON"))
+        case "by leaving": raise SystemExit(3)
+"""
+PLACES = {
+    "here": "own_scorer.py:11",
+    "in a helper": "own_helper.py:2",
+    "in a library": "own_scorer.py:13",
+    "in a coroutine": "own_scorer.py:7",
+    "by leaving": "own_scorer.py:15",
+}
+
+
+def test_an_exception_names_file_and_line_of_the_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_helper.py").write_text("def halve(text):\n    return float(text) / 2\n")
+    (tmp_path / "own_scorer.py").write_text(OWN)
+    settings = params_of(PythonSpec(kind="python", function="own_scorer:score"))
+    found = python.score([item(response) for response in PLACES], settings)
+    details = [outcome.detail for outcome in found if isinstance(outcome, Failure)]
+    assert [detail.rpartition(" ")[2] for detail in details] == [f"({place})" for place in PLACES.values()]
+    assert details[0].startswith("KeyError: 'xxx")
+    assert clean(f"a name: {details[0]}").endswith("(own_scorer.py:11)"), "what is stored is long enough for it"
+    assert details[1] == "ValueError: could not convert string to float: 'a' (own_helper.py:2)"
+    # also of what the import raises
+    (tmp_path / "own_broken.py").write_text("import own_helper\n\nRATIO = own_helper.halve('b')\n")
+    with pytest.raises(ValueError, match="'b'") as raised:
+        python.load(params_of(PythonSpec(kind="python", function="own_broken:score")))
+    assert told(raised.value).endswith("float: 'b' (own_helper.py:2)")
 
 
 def test_the_version_changes_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tba_searcher.engines.engine import EngineError, EngineSettings, Request
-from tba_searcher.engines.tokenizer import check_vocabulary
 from tba_searcher.engines.torch.engine import EmbeddedEngine, most_rows
 from tba_searcher.engines.torch.exactness import NUM_TOKENS, tried_length
 from tba_searcher.engines.weight_check import check_loaded, swap_weights
@@ -18,6 +17,7 @@ from tba_searcher.generation.version_pulls import WeightLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tba.errors import ConfigError, DigestError, MalformedError, ModelError
+from tba.model_folders import check_vocabulary
 from tba.store import FileStore
 from tba.versions import START
 from tba.weights import LocalVersion, WeightVersions

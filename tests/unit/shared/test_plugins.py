@@ -103,7 +103,8 @@ def test_an_engine_that_cannot_be_built_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"objective": {"preset": "grop"}}, r"key 'objective.preset' has the value 'grop'.*known are tb, "),
+        ({"objective": {"preset": "grop"}}, r"key 'objective.preset' has the value 'grop'.*known are tb, .*'grpo'\?$"),
+        ({"objective": {"preset": "GRPO"}}, r"no import path; did you mean 'grpo'\?$"),
         ({"objective": {"preset": "m:f", "anchor": "behaviour", "beta": 0.1}}, "the KL of the objective m:f is to a"),
         ({"objective": {"preset": "m:f", "anchor": "reset"}}, "m:f has beta 0 and so no KL"),
         ({"objective": {"preset": "m f:g"}}, "no import path; write MODULE:NAME"),

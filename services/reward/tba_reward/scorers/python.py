@@ -6,8 +6,9 @@ A call gets up to BATCH_ITEMS items whose data have the same keys. Each key is a
 item. If `prompt` of the data is a list of messages, prompts and completions are messages, as in TRL. `completion_ids`
 are the token ids, if the client has sent them. `finish_reasons` are passed only to a function that names them. The
 recipe's `kwargs` are passed unchanged. None in the result is an abstention: the item has no score. A call that raises
-is repeated item by item, so that only the bad item fails. The pool splits a batch that hangs or kills the process. A
-result of another shape fails all items of the call: item by item, such a function would seem to work.
+is repeated item by item, so that only the bad item fails; its detail names file and line. The pool splits a batch that
+hangs or kills the process. A result of another shape fails all items of the call: item by item, such a function would
+seem to work.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +78,11 @@ def load(params: Params) -> None:
     Raises:
         ValueError: it needs an argument that only TRL's trainer has, or does not take one of the recipe's `kwargs`.
     """
-    found = _load(params["function"])
+    try:
+        found = _load(params["function"])
+    except (Exception, SystemExit) as error:
+        _note_place(error, params["function"])
+        raise
     for name in _ONLY_TRL:
         if found.parameters.get(name):
             raise ValueError(f"it needs {name!r}, which only TRL's trainer has: a score may depend only on its item")
@@ -119,6 +125,7 @@ def _score_alike(items: Sequence[Item], params: Params) -> list[Outcome]:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # foreign code may raise anything; it is reported
         if len(items) == 1:
+            _note_place(error, params["function"])
             return [failure_of(error)]
     return [outcome for item in items for outcome in _score_alike([item], params)]
 
@@ -154,6 +161,14 @@ def _call(items: Sequence[Item], params: Params) -> Any:
 
     # no event loop runs around it, so that a function that is not async can run one of its own
     return asyncio.run(awaited()) if inspect.isawaitable(result) else result
+
+
+def _note_place(error: BaseException, name: str) -> None:
+    """Note FILE:LINE of the deepest call in the folder of the function's module: what a person can correct."""
+    folder = Path(plugins.find_module(name, what=WHAT).origin or "").parent
+    calls = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    # in place of older notes: a function may raise the same object again and again
+    error.__notes__ = [f"{file.name}:{line}" for file, line in calls if file.parent == folder][-1:]
 
 
 def _is_conversational(item: Item) -> bool:

@@ -17,9 +17,10 @@ from safetensors import safe_open
 
 from tba.config import Recipe, load_recipe
 from tba.errors import ConfigError, TbaError
+from tba.model_folders import check_vocabulary
 from tba.versions import START
 from tba_searcher.engines.engine import EngineSettings
-from tba_searcher.engines.tokenizer import check_vocabulary, load_tokenizer
+from tba_searcher.engines.tokenizer import load_tokenizer
 from tba_searcher.engines.torch.model import load_model
 
 MAX_COST = 2**40

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
-from tba.errors import ConfigError, ModelError
+from tba.errors import ConfigError
 from tba.model_folders import trust_hint
 from tba_searcher.engines.engine import Completion
 
@@ -60,18 +60,6 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # files of a tokenizer raise anything
         raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}{trust_hint(error)}") from None
-
-
-def check_vocabulary(tokenizer: Any, vocab_size: int, *, where: str) -> None:
-    """Raise ModelError if the tokenizer can turn plain text into ids for which the model has no embedding."""
-    # a special one, as for images or padding, is in few texts or none: the engine refuses a request that has it
-    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    beyond = sorted(t for t, i in tokenizer.get_vocab().items() if i >= vocab_size and i not in special)
-    if beyond:
-        raise ModelError(
-            f"the tokenizer of {where} has {len(beyond)} tokens beyond {vocab_size} of the model, as {beyond[0]!r}; "
-            "call model.resize_token_embeddings(len(tokenizer)) and save the model again, or remove these tokens"
-        )
 
 
 def response_decoder(tokenizer: Any) -> Decode:

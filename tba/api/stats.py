@@ -143,20 +143,29 @@ class Curves(StrictModel):
 
 
 class RunSummary(StrictModel):
-    """The state of a run for people, one sentence each: its activity, its learning, its waits, and advice."""
+    """A run for people: its state by the numbers, in sentences. Backticks stand around what is code."""
 
+    state: str
+    """The first with evidence (docs/page.md) of: failed, failing-scores, waiting, collapsing, alarm, cut-off, flat,
+    interrupted, starved, solved, ended, learning."""
     doing: str
+    """What the run does, or how it ended."""
     learning: str | None
-    """None: no step has been made."""
-    waiting: str | None
-    """None: nothing has waited for longer than a moment."""
-    advice: str | None
-    """A change to make; None: there is nothing to advise."""
+    """Reward and evaluations, then and now; None: no step has been made."""
+    finding: str
+    """The evidence of the state."""
+    remedy: str | None
+    """What to try; None: nothing has to change."""
+
+    @property
+    def line(self) -> str:
+        """The state, its evidence and its remedy, as plain text."""
+        return " ".join((f"{self.state}:", self.finding, self.remedy or "")).rstrip().replace("`", "")
 
     @property
     def text(self) -> str:
-        """All sentences in one text."""
-        return " ".join(part for part in (self.doing, self.learning, self.waiting, self.advice) if part)
+        """All sentences, as plain text."""
+        return " ".join(part for part in (self.doing, self.learning, self.line) if part)
 
 
 class WeightVersionInfo(StrictModel):

@@ -264,7 +264,7 @@ class BufferClient(ServiceClient):
         return self._get("/v1/curves", api.Curves, names=listed, **bounds)
 
     def summary(self) -> api.RunSummary:
-        """Return the state of the run in sentences for people: activity, learning, waits, advice."""
+        """Return the state of the run by its numbers, with its evidence and a remedy, in sentences for people."""
         info = self._get("/v1/run", api.RunInfo, summary="true")
         if info.summary is None:
             raise BadReplyError(f"{self.base_url}/v1/run sent no summary; run the same tba release on every service")

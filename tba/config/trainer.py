@@ -25,8 +25,8 @@ REMEDIES = {
     'trainer.compute_dtype = "float32"; if it comes again, lower the learning rate (`tba set learning_rate=...`)',
     "grad_spike": "lower the learning rate (`tba set learning_rate=...`) or trainer.max_grad_norm, or let "
     'trainer.guards.grad_spike.action = "skip" leave such batches out',
-    "ess_collapse": "the data is too old for the policy: raise most_on_policy_prob (`tba set`), lower "
-    "buffer.max_policy_age_steps or trainer.sync_interval, or add searchers (`tba scale`)",
+    "ess_collapse": "the policy is too far from its data: lower the learning rate, raise beta or most_on_policy_prob "
+    "(`tba set`), or lower buffer.max_policy_age_steps or trainer.sync_interval",
     "log_ratio_drift": "the policy moves faster than its data: lower the learning rate, raise beta or "
     "most_on_policy_prob (`tba set`), or lower trainer.sync_interval",
     "on_policy_gap": "the engine of the searchers computes another model than the trainer: it decodes otherwise (a "

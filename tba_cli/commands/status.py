@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tba.api import ENDED, RunCommand, RunInfo, SettingsInfo, Stats
+from tba.api import ENDED, RunCommand, RunInfo, RunSummary, SettingsInfo, Stats
 from tba.clients import BufferClient
 from tba.config.live_settings import setting_text
 from tba.config.trainer import REMEDIES
@@ -67,7 +67,7 @@ def _read(client: BufferClient, *, is_over: bool = False) -> tuple[dict[str, Any
         info = info.model_copy(update={"components": [], "waits": [], "note": None, "searchers": None})
     parts = {"run": info, "stats": stats, "settings": settings, "summary": summary}
     document = {name: part.model_dump(mode="json") for name, part in parts.items()}
-    return document, status_lines(info, stats, settings, summary.advice)
+    return document, status_lines(info, stats, settings, summary)
 
 
 def follow(client: BufferClient, *, as_json: bool) -> int:
@@ -97,13 +97,9 @@ def change_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo, advice: str | None = None) -> list[str]:
-    """Return the state of the run, one fact per line.
-
-    Args:
-        advice: a sentence that says what to try (`RunSummary.advice`), shown first.
-    """
-    facts = [] if advice is None else [advice]
+def status_lines(info: RunInfo, stats: Stats, settings: SettingsInfo, summary: RunSummary) -> list[str]:
+    """Return the state of the run, one fact per line."""
+    facts = [summary.line]
     facts += _state_facts(info)
     # versions, rollouts, tokens and prompts that there are
     is_lagging = info.sampling_version not in (None, info.latest_version)

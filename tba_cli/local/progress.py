@@ -26,7 +26,7 @@ async def until_over(
     on_run: Callable[[RunInfo], Awaitable[None]],
     failed_lineage: int | None = None,
 ) -> RunInfo:
-    """Poll the run about once a second until it is done, and print a line about it every 5 s.
+    """Poll the run about once a second until it is done; print a line every 5 s, and what to try in a new state.
 
     The wait as a whole has no deadline.
 
@@ -40,10 +40,13 @@ async def until_over(
         ChildError: the run failed, or the buffer service was silent for too long.
     """
     num_failed, lineage, first_step, first_at_s, line_at_s = 0, 0, 0, 0.0, float("-inf")
+    state = ""
     answered_at_s = time.monotonic()
     while True:
         try:
             info, stats = await asyncio.to_thread(lambda: (client.run(), client.stats()))
+            is_due = time.monotonic() - line_at_s >= LINE_INTERVAL_S
+            said = await asyncio.to_thread(client.summary) if is_due else None
         except UnavailableError as error:
             if time.monotonic() - answered_at_s > silence_s:
                 raise ChildError(f"wait 'buffer-poll': no answer for {silence_s:.0f} s: {error}") from None
@@ -57,10 +60,13 @@ async def until_over(
         # a resume or a rollback went back some steps, which says nothing of the pace
         if info.lineage != lineage:
             lineage, first_step, first_at_s = info.lineage, info.step, now_s
-        if now_s - line_at_s >= LINE_INTERVAL_S:
+        if said is not None:
             line_at_s, made = now_s, info.step - first_step
             step_s = (now_s - first_at_s) / made if made > 0 else None
-            console.info(escape_controls(progress_line(info, stats, num_steps=num_steps, step_s=step_s)))
+            console.info(escape_controls(progress_line(info, stats, said.state, num_steps=num_steps, step_s=step_s)))
+            if said.state != state and said.remedy is not None:
+                console.info(escape_controls(said.line))
+            state = said.state
         if info.state == "done":
             return info
         # the buffer keeps `failed` until the new trainer has its lineage, which is no second failure
@@ -70,15 +76,14 @@ async def until_over(
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def progress_line(info: RunInfo, stats: Stats, *, num_steps: int, step_s: float | None) -> str:
+def progress_line(info: RunInfo, stats: Stats, state: str, *, num_steps: int, step_s: float | None) -> str:
     """Return a line about how far the run is; unknown values are left out.
 
     Args:
+        state: `RunSummary.state`.
         step_s: mean seconds per step of this lineage so far, for the ETA; None: no ETA.
     """
-    facts = [f"step {info.step}/{num_steps}"]
-    if info.state != "running":
-        facts.append(info.state)
+    facts = [f"step {info.step}/{num_steps}", state]
     if stats.mean_reward_recent is not None:
         facts.append(f"reward {stats.mean_reward_recent:.3f}")
     facts += batch_facts(info)

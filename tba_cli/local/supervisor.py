@@ -323,7 +323,7 @@ class Supervisor:
             ],
             settings=settings,
             stats=stats,
-            advice=said.advice,
+            summary=said,
             timing=load_timing(self.folder),
         )
         return await asyncio.to_thread(write_outputs, self.folder, history)

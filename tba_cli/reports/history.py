@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tba.api import LedgerEntry, LedgerLine, RunInfo, SettingsInfo, Stats
+from tba.api import LedgerEntry, LedgerLine, RunInfo, RunSummary, SettingsInfo, Stats
 from tba.config import StrictModel
 from tba.errors import ConfigError
 from tba.fields import Number, first_problem
@@ -42,8 +42,8 @@ class History(StrictModel):
     settings: SettingsInfo | None = None
     """The live settings at the end, and every change of them."""
     stats: Stats
-    advice: str | None = None
-    """Advice at the end of the run (`RunSummary.advice`), or None."""
+    summary: RunSummary | None = None
+    """The state of the run in sentences, as it was at the end."""
     timing: Timing
 
     @property

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba.api import TokenTotals
+from tba.api import RunSummary, TokenTotals
 from tba.fields import escape_controls
 from tba.store import ObjectStore
 from tba.versions import PolicyVersion
@@ -77,8 +77,8 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
-    if (advice := summary.get("advice")) is not None:
-        lines.append(f"advice:  {escape_controls(advice)}")
+    if (said := summary.get("summary")) is not None:
+        lines.append(escape_controls(RunSummary.model_validate(said).line))
     lines.append(f"summary: {folder.summary_path}")
     if folder.model_path.exists():
         lines.append(f"model:   {folder.model_path}")

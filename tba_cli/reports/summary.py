@@ -65,7 +65,7 @@ def summarise(history: History) -> dict[str, Any]:
         "final_mean_reward": final and final.mean_reward,
         "num_heldout_prompts": final and final.num_prompts,
         "num_unknown_scores": final and final.num_unknown,
-        "advice": history.advice,
+        "summary": history.summary and history.summary.model_dump(),
         "rollouts_failed": stats.num_failed,
         "failed_reasons": [item.model_dump() for item in stats.failed_reasons],
         "best_version": info.best and info.best.version,

@@ -152,7 +152,7 @@ class Run:
         return self.client.run()
 
     def summary(self) -> RunSummary:
-        """Return in sentences what the run does, how it learns, what waits for what, and what to try."""
+        """Return the state of the run by its numbers, with its evidence and a remedy, in sentences."""
         return self.client.summary()
 
     def view(self) -> str:

@@ -13,6 +13,7 @@ workers.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -277,7 +278,7 @@ class Buffer:
             version=None,
             alive=True,
             heartbeat_age_s=0.0,
-            gauges={},
+            gauges=idle_cores(self.context.recipe),
             wait=self.components.held_wait(),
             note=problem,
         )
@@ -341,3 +342,11 @@ def check_redis(recipe: Recipe) -> None:
 
     # connections belong to their event loop: these end with it, and the service makes its own
     asyncio.run(check())
+
+
+def idle_cores(recipe: Recipe) -> dict[str, float]:
+    """Return, as a gauge, how many cores of this machine are idle; none, if more searchers would not run on these."""
+    section = recipe.searcher
+    if recipe.scaling.backend != "local" or (section.engine, section.device) != ("embedded", "cpu"):
+        return {}
+    return {"idle_cores": max(0.0, len(os.sched_getaffinity(0)) - os.getloadavg()[0])}

@@ -131,7 +131,7 @@ def test_text_of_a_model_is_never_markup(trained: BufferThread, open_page: Open)
             view = f"#/rollout/{found.rollout_id}"
         page, watched = open_page(trained, view)
         until(page, "document.querySelector('main').innerText.includes('onerror')")
-        assert page.title().startswith("test: running")
+        assert page.title().startswith("test: learning")
         assert page.locator("main img, main script, main pre b").count() == 0
         assert watched.errors == []
 
@@ -205,7 +205,9 @@ def test_buttons_act_and_leave_reasons_in_the_audit(trained: BufferThread, open_
     page.click("#commands >> text=Pause")
     page.fill("dialog #ask-reason", "lunch")
     page.click("dialog button.primary")
-    until(page, "document.getElementById('run-state').textContent === 'paused'")
+    until(page, "document.getElementById('advice').innerText === 'The run is paused (lunch). Resume it (tba resume).'")
+    assert page.inner_text("#run-state") == "waiting"
+    assert page.inner_text("#advice code") == "tba resume"
     assert trained.client().run_changes().changes[-1].reason == "lunch"
     for version in ("1-4", "1-8"):
         (checkpoints / version).mkdir(parents=True)
@@ -267,4 +269,5 @@ def test_a_view_awaits_nothing(serve_buffer: ServeBuffer, open_page: Open) -> No
     page, watched = open_page(over)
     page.goto(f"{over.url}/#/ledger")
     page.wait_for_selector("text=The files that this view shows hold none.")
+    assert page.inner_text("#run-state") == "interrupted"
     assert watched.errors == []

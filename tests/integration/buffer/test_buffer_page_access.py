@@ -30,7 +30,7 @@ def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: Serv
     page.wait_for_selector("dialog #token")
     page.fill("#token", TOKENS["viewer"])
     page.click("dialog button")
-    until(page, "document.getElementById('run-state').textContent === 'running'")
+    until(page, "document.getElementById('run-state').textContent === 'waiting'")
     page.click("#commands >> text=Pause")
     page.click("dialog button.primary")
     page.wait_for_selector("dialog >> text=Sign in with an operator's token")
@@ -38,7 +38,7 @@ def test_a_token_is_asked_for_and_the_service_checks_the_role(serve_buffer: Serv
     page.close()
     page = browser.new_page()
     page.goto(f"{served.url}/#token={TOKENS['operator']}")
-    until(page, "document.getElementById('run-state').textContent === 'running'")
+    until(page, "document.getElementById('run-state').textContent === 'waiting'")
     assert TOKENS["operator"] not in page.url
     page.close()
 
@@ -105,7 +105,7 @@ def test_without_a_known_token_the_page_asks_once_and_stops(serve_buffer: ServeB
     page.wait_for_selector("dialog #token")
     # the address of `tba view` in the tab that is open already
     page.goto(f"{served.url}/#token={TOKENS['viewer']}")
-    until(page, "document.getElementById('run-state').textContent === 'running'")
+    until(page, "document.getElementById('run-state').textContent === 'waiting'")
     assert page.locator("dialog").count() == 0
     assert TOKENS["viewer"] not in page.url
     page.close()

@@ -66,7 +66,7 @@ def test_a_run_goes_from_recipe_to_summary_and_leaves_no_process(finished):
     place, done = finished
     assert done.stderr == ""
     assert "pass@1 sampled: 0.250 -> 0.500 on 8 held-out prompts" in done.stdout
-    assert f"advice:  Try: x.\nsummary: {place.folder}/summary.json" in done.stdout
+    assert f"flat: It is. Try x.\nsummary: {place.folder}/summary.json" in done.stdout
     assert place.summary()["steps"] == 6
     assert place.summary()["first_step_s"] > 0
     assert json.loads((place.folder / "model" / "config.json").read_text()) == {"exported": True}
@@ -85,12 +85,12 @@ def test_a_run_goes_from_recipe_to_summary_and_leaves_no_process(finished):
 
 
 def test_a_locale_that_is_not_utf_8_stops_no_run(place):
-    advice = "Pr\u00fcfe: \u2265 1."
+    remedy = "Pr\u00fcfe: \u2265 1."
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = place.run(FAKE_ADVICE=json.dumps(advice), **ascii_only)
+    done = place.run(FAKE_REMEDY=json.dumps(remedy), **ascii_only)
     assert done.returncode == 0, done.stderr
-    assert place.summary()["advice"] == advice
-    assert r"advice:  Pr\xfcfe: \u2265 1." in done.stdout  # the console replaces
+    assert place.summary()["summary"]["remedy"] == remedy
+    assert r"flat: It is. Pr\xfcfe: \u2265 1." in done.stdout  # the console replaces
 
 
 def test_a_finished_run_is_neither_overwritten_nor_resumed(finished):

@@ -66,7 +66,7 @@ class FakeRun:
         return RolloutPage(rollouts=found[first:last], next=following, num_read=last - first)
 
     def summary(self) -> RunSummary:
-        return RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: x.")
+        return RunSummary(state="flat", doing="It runs.", learning=None, finding="It is.", remedy=None)
 
     def get_rollout(self, rollout_id: str) -> RolloutDetail:
         if rollout_id not in self.details:

@@ -21,7 +21,7 @@ from tba_cli.main import main
 from tests.support.history_values import RUN_INFO, evaluation, stats
 
 INFO = RUN_INFO | {"waits": [WaitInfo(owner="trainer-1", name="rollouts", for_s=4.0, deadline_in_s=26.0)]}
-SUMMARY = RunSummary(doing="it runs.", learning=None, waiting=None, advice="Try: \x1b[2J x.")
+SUMMARY = RunSummary(state="flat", doing="It runs.", learning=None, finding="It is.", remedy="Try `\x1b[2J x`.")
 LIVE: dict[str, Any] = {"learning_rate": 1e-4, "beta": 0.05, "most_on_policy_prob": 0.5, "sampling_temperature": 1}
 LIVE |= {"eval_every_steps": 50}
 """What the recipe says of the settings that can change."""
@@ -35,7 +35,7 @@ def make_settings(**live: object) -> SettingsInfo:
 def test_changed_settings_are_shown_beside_the_recipes_values() -> None:
     linear = {"kind": "linear", "value": 0.1, "final": 0.01, "steps": 400, "warmup_steps": 10}
     settings = make_settings(learning_rate=0.0002, beta=linear)
-    lines = status_lines(RunInfo.model_validate(INFO), stats(), settings)
+    lines = status_lines(RunInfo.model_validate(INFO), stats(), settings, SUMMARY)
     assert (
         "  changed settings (revision 2): learning_rate 0.0002 (recipe: 0.0001), "
         "beta linear 0.1 to 0.01 over 400 steps after 10 of warm-up (recipe: 0.05)"
@@ -71,11 +71,12 @@ BEST_LINE = "best version 1-2: accuracy 0.500 on the 64 held-out prompts that al
 )
 def test_each_fact_is_a_line(run: dict[str, Any], counts: dict[str, Any], line: str) -> None:
     info = RunInfo.model_validate({**INFO, "latest_version": "1-4", **run})
-    assert f"  {line}" in status_lines(info, Stats.model_validate({**stats().model_dump(), **counts}), make_settings())
+    counted = Stats.model_validate({**stats().model_dump(), **counts})
+    assert f"  {line}" in status_lines(info, counted, make_settings(), SUMMARY)
 
 
 def test_what_there_is_not_has_no_line() -> None:
-    lines = status_lines(RunInfo.model_validate({**INFO, "parents": {1: "0-0"}}), stats(), make_settings())
+    lines = status_lines(RunInfo.model_validate({**INFO, "parents": {1: "0-0"}}), stats(), make_settings(), SUMMARY)
     for word in ("changed", "evicted", "tokens:", "trainer:", "went off", "  lineage"):
         assert not any(word in line for line in lines[1:]), lines
 
@@ -85,8 +86,8 @@ def test_who_paused_the_run_and_when_is_shown() -> None:
     paused |= {"old": "running", "new": "paused", "lineage": 1, "step": 3}
     info = RunInfo.model_validate({**INFO, "state": "paused", "state_reason": "lunch", "last_change": paused})
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_800_000_000))
-    lines = status_lines(info, stats(), make_settings())
-    assert lines[:2] == [
+    lines = status_lines(info, stats(), make_settings(), SUMMARY)
+    assert [lines[0], lines[2]] == [
         "run 'demo': paused (lunch), step 3, lineage 1",
         f"  running -> paused by the operator ('pause') at {at}, after step 3",
     ]
@@ -100,7 +101,7 @@ def test_components_that_have_ended_are_counted_and_those_with_something_to_say_
     components = [component(f"s{number}") for number in range(5)]
     components += [component("s7", state="running"), component("s8", alive=True, heartbeat_age_s=1.0)]
     components += [component("t1", kind="trainer", gauges={"alarms_entropy": 2.0})]
-    lines = status_lines(RunInfo.model_validate({**INFO, "components": components}), stats(), make_settings())
+    lines = status_lines(RunInfo.model_validate({**INFO, "components": components}), stats(), make_settings(), SUMMARY)
     assert "  5 components have ended: s0, s1, s2 and 2 more" in lines
     assert [line for line in lines if line.startswith(("  s", "  t1"))] == [
         "  s7: running, version 1-4  SILENT for 90 s",
@@ -114,7 +115,7 @@ def test_what_the_trainer_skipped_and_refused_and_its_alarms_are_shown() -> None
     trainer = {"component_id": "trainer-1", "kind": "trainer", "state": "training", "version": "1-3", "alive": True}
     info = RunInfo.model_validate({**INFO, "components": [{**trainer, "heartbeat_age_s": 0.1, "gauges": gauges}]})
     counts = {"batches_skipped": {"non_finite": 2}, "rollouts_refused_by_trainer": {"vocabulary": 5, "malformed": 1}}
-    lines = status_lines(info, stats().model_copy(update=counts), make_settings())
+    lines = status_lines(info, stats().model_copy(update=counts), make_settings(), SUMMARY)
     first = lines.index("  trainer-1: training") + 1
     assert lines[first].startswith("    grad_spike went off 3 times and is on: lower the learning rate")
     assert "  batches skipped by the trainer: non_finite 2" in lines
@@ -127,8 +128,8 @@ def test_a_missing_trainer_is_said_and_control_characters_reach_no_terminal(monk
     client = Mock(spec=BufferClient, run=lambda: info, stats=stats, settings=make_settings, summary=lambda: SUMMARY)
     monkeypatch.setattr("tba_cli.commands.status.open_client", lambda _: client)
     status_command(Namespace(follow=False, json=False, url="http://buffer"))
-    first, advice, second, *_ = capsys.readouterr().out.splitlines()
-    assert advice == r"  Try: \x1b[2J x."
+    first, found, second, *_ = capsys.readouterr().out.splitlines()
+    assert found == r"  flat: It is. Try \x1b[2J x."
     assert first == r"run 'demo': running (a\x1b]0;owned\x07b\nc\x9b2J\u202ed), step 3, lineage 1"
     assert second == f"  {note}"
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tba.api import RunInfo
+from tba.api import RunInfo, RunSummary
 from tba.api.stats import FailedReason, Rates
 from tba.errors import ChildError, ConfigError
 from tba_cli.console import Console, Loudness
@@ -145,13 +145,13 @@ def info(step: int, **fields: Any) -> RunInfo:
 
 
 def test_a_line_says_what_is_known_and_leaves_out_the_rest() -> None:
-    assert progress_line(info(3, evals=[]), stats(), num_steps=10, step_s=None) == "step 3/10"
+    assert progress_line(info(3, evals=[]), stats(), "flat", num_steps=10, step_s=None) == "step 3/10  flat"
     rates = {"window_s": 20.0, "generated_per_s": 9.0, "evicted_per_s": 0.0, "drawn_per_s": 0.0, "trained_per_s": 4.0}
     known = stats().model_copy(update={"mean_reward_recent": 0.5, "rates": Rates(**rates)})
-    line = "step 3/10  paused  reward 0.500  held-out accuracy 0.300  rollouts/s 9 generated 4 trained  ETA 1:03"
-    assert progress_line(info(3, state="paused"), known, num_steps=10, step_s=9.0) == line
-    begun = progress_line(info(0, waits=[WAIT], evals=[]), stats(), num_steps=10, step_s=None)
-    assert begun == "step 0/10  waits: trainer: rollouts"
+    line = "step 3/10  flat  reward 0.500  held-out accuracy 0.300  rollouts/s 9 generated 4 trained  ETA 1:03"
+    assert progress_line(info(3), known, "flat", num_steps=10, step_s=9.0) == line
+    begun = progress_line(info(0, waits=[WAIT], evals=[]), stats(), "waiting", num_steps=10, step_s=None)
+    assert begun == "step 0/10  waiting  waits: trainer: rollouts"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05")])
@@ -162,14 +162,18 @@ def test_durations_are_read_like_a_clock(seconds: float, text: str) -> None:
 FAILED = [FailedReason(reason="exception", num=6, example="exception: ValueError: \x1bx")]
 
 
-def test_a_run_says_how_far_it_is_and_which_scores_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_how_far_it_is_which_scores_fail_and_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(progress_module, "LINE_INTERVAL_S", 0.0)
     # a second lineage went back to step 2: nothing is known of its pace yet
     polls = [{}, {"step": 5}, {"step": 2, "lineage": 2}, {"step": 3, "lineage": 2, "state": "done"}]
     answers: Iterator[dict[str, Any]] = iter(polls)
     known = stats().model_copy(update={"failed_reasons": FAILED, "num_failed": 6})
-    client: Any = SimpleNamespace(run=lambda: info(**{"step": 1, **next(answers)}), stats=lambda: known)
+    fields = {"state": "flat", "doing": "It runs.", "learning": None, "finding": "It is.", "remedy": "Try `x`."}
+    said = RunSummary.model_validate(fields)
+    client: Any = SimpleNamespace(
+        run=lambda: info(**{"step": 1, **next(answers)}), stats=lambda: known, summary=lambda: said
+    )
     out = io.StringIO()
     console = Console("normal", stream=out)
     asyncio.run(until_over(client, console, num_steps=9, silence_s=1.0, on_run=lambda _: asyncio.sleep(0)))
@@ -177,7 +181,8 @@ def test_a_run_says_how_far_it_is_and_which_scores_fail(monkeypatch: pytest.Monk
     steps = [line for line in lines if line.startswith("step ")]
     found = [(line.split()[1], "ETA" in line) for line in steps]
     assert found == [("1/9", False), ("5/9", True), ("2/9", False), ("3/9", True)]
-    assert [line for line in lines if line not in steps] == [r"6 scores failed: ValueError: \x1bx"]
+    others = [line for line in lines if line not in steps]
+    assert others == [r"6 scores failed: ValueError: \x1bx", "flat: It is. Try x."], "a remedy is said once"
 
 
 @pytest.mark.parametrize(("loudness", "shown"), [("quiet", ""), ("normal", "warning"), ("verbose", "info warning")])

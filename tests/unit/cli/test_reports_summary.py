@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.api import FailedReason, Stats
+from tba.api import FailedReason, RunSummary, Stats
 from tba_cli.main import main
 from tba_cli.reports.comparison import runs_markdown
 from tba_cli.reports.history import load_history
@@ -140,13 +140,16 @@ TOKENS = Stats.model_validate({**stats().model_dump(), "tokens": {"generated": 2
 BEST = {"version": "1-4", "metric": "pass@2", "value": 0.875, "num_prompts": 64, "num_samples": 2}
 
 
+FLAT = RunSummary(state="flat", doing="It runs.", learning=None, finding="It <is>.", remedy="Try `\x1b[2J x`.")
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"num_steps": 40, "state_reason": WHY}, f"ended early:   {WHY}"),
         ({"stats": TOKENS}, "tokens: 2,180 generated, 1,200 trained"),
         ({"best": BEST, "evals": [evaluation("1-8", None, "expired")]}, "best version:  1-4 (pass@2 0.875)"),
-        ({"advice": "63 % have <no> score.\x1b[2J"}, r"advice:  63 % have <no> score.\x1b[2J"),
+        ({"summary": FLAT}, r"flat: It <is>. Try \x1b[2J x."),
     ],
 )
 def test_the_last_lines_say_what_there_is(changes, line):

@@ -80,7 +80,7 @@ def router(buffer: Buffer, auth: Authenticator) -> APIRouter:
     @api.get("/run", operation_id="run", dependencies=auth.only("viewer", "searcher", "trainer"))
     async def run(request: Request, summary: bool = False) -> RunInfo:
         """Return the state of the run, its components, waits and evaluations. `summary`, for viewers only, adds
-        sentences about what the run does, how it learns, what waits for what, and what to try."""
+        what the numbers say of the run, in sentences."""
         if summary:
             auth.check(request.headers.get("authorization", ""), ("viewer",))
         return await buffer.run_info(with_summary=summary)

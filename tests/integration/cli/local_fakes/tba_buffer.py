@@ -59,8 +59,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/stats":
             self.answer(stats())
         elif self.path == "/v1/run?summary=true":
-            advice = json.loads(os.environ.get("FAKE_ADVICE", '"Try: x."'))
-            summary = {"doing": "it runs.", "learning": None, "waiting": None, "advice": advice}
+            remedy = json.loads(os.environ.get("FAKE_REMEDY", '"Try `x`."'))
+            summary = {"state": "flat", "doing": "It runs.", "learning": None, "finding": "It is.", "remedy": remedy}
             self.answer({**run_info(), "summary": summary})
         elif self.path.startswith("/v1/run/changes"):
             self.answer({"changes": [], "next": None})

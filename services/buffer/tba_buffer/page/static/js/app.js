@@ -1,7 +1,7 @@
 // The frame of the page: sign-in, header, tabs, and which view the address asks for.
 
 import { decoded, hasToken, setToken, takeToken } from "./api.js";
-import { fill, fillIfChanged, h } from "./dom.js";
+import { fill, fillIfChanged, h, withCode } from "./dom.js";
 import { number } from "./format.js";
 import { refresh, subscribe } from "./state.js";
 import { commandButtons } from "./commands.js";
@@ -53,17 +53,16 @@ function header({ run, summary, problem }) {
   text.textContent = text.hidden ? "" : `${problem.message}. The page shows the last answer and asks again.`;
   if (problem?.status === 401) signIn();
   if (run === null) return;
-  document.title = `${run.run}: ${run.state}, step ${run.step} - tba`;
+  document.title = `${run.run}: ${summary.state}, step ${run.step} - tba`;
   document.getElementById("run-name").textContent = run.run;
   const badge = document.getElementById("run-state");
-  const said = run.read_only ? `${run.state} (files)` : run.state;
-  if (badge.textContent !== said) badge.textContent = said; // a live region: the same text again would be read again
-  badge.dataset.state = run.state;
+  if (badge.textContent !== summary.state) badge.textContent = summary.state; // a live region: the same text again would be read again
+  badge.dataset.state = summary.state;
   document.getElementById("run-facts").textContent =
     `step ${number(run.step)}, lineage ${run.lineage}, weights ${run.latest_version ?? "none yet"}`;
   fillIfChanged(document.getElementById("doing"), [summary, run.note, run.loss, run.rollback], () =>
-    `${[run.loss, run.note, run.rollback && `a rollback to ${run.rollback.version} waits for the trainer`, summary?.doing, summary?.learning, summary?.waiting].filter(Boolean).map(sentence).join(" ")} `);
-  fillIfChanged(document.getElementById("advice"), summary?.advice ?? "", () => summary?.advice ?? "");
+    withCode(`${[run.loss, run.note, run.rollback && `a rollback to ${run.rollback.version} waits for the trainer`, summary.doing, summary.learning].filter(Boolean).map(sentence).join(" ")} `));
+  fillIfChanged(document.getElementById("advice"), [summary.finding, summary.remedy], () => withCode(`${summary.finding} ${summary.remedy ?? ""}`));
   fillIfChanged(document.getElementById("commands"), [run.state, run.read_only, run.latest_version === null, run.rollback], () => commandButtons(run));
 }
 

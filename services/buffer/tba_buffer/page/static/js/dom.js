@@ -31,6 +31,11 @@ function visible(text) {
   return String(text).replace(/[\p{Cc}\p{Cf}\u115f\u1160\u3164\uffa0]/gu, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 }
 
+/** A text whose parts between backticks are code. */
+export function withCode(text) {
+  return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+}
+
 /** Replace what is in an element. */
 export function fill(element, ...children) {
   element.replaceChildren(...flat(children));

@@ -23,7 +23,7 @@ const CHARTS = [
     [["loss", "loss"]], null],
   ["Groups without signal", "Share of the groups whose rewards are all equal: they teach nothing. Near 1 the prompts are too easy or too hard, or the scorer is broken.",
     [["tied_group_share", "tied groups"]], [0, 1]],
-  ["Time of a step", "Seconds that a step took, and that it waited for data before. Much waiting: add searchers. None at all: searchers wait for the trainer.",
+  ["Time of a step", "Seconds that a step took, and that it waited for data before. No waiting at all: searchers wait for the trainer.",
     [["step_s", "step"], ["wait_s", "wait"]], null],
 ];
 

@@ -164,7 +164,7 @@ def test_the_most_urgent_state_comes_first() -> None:
         ("waiting", {"waits": [wait("batch", 99)]}, {}, {}),
         ("collapsing", {}, {}, {"entropy": [0.9] + [3.1] * 29}),
         ("alarm", {"components": [component("t", "trainer", gauges={"alarm_on_grad_spike": 1.0})]}, {}, {}),
-        ("cut-off", {}, {}, {"completions_clipped_ratio": 0.75}),
+        ("cut-off", {}, {}, {"completions/clipped_ratio": 0.75}),
         ("flat", {}, {}, {"frac_reward_zero_std": 0.9}),
         ("starved", {}, {}, {"wait_s": 2.0, "step_s": 1.0}),
     ]
@@ -235,8 +235,8 @@ def test_what_is_learned_in_a_few_steps_is_a_rise() -> None:
 
 def test_cut_answers_that_teach_are_none_of_a_problem() -> None:
     rising: dict[str, Any] = {"reward_mean": [0.1, 0.3] * 5 + [0.5, 0.7] * 10}
-    assert about(shown=curves(**rising, completions_clipped_ratio=1.0)).state == "learning"
-    assert about(shown=curves(2, completions_clipped_ratio=1.0)).state == "learning", "two batches are few"
+    assert about(shown=curves(**rising, completions/clipped_ratio=1.0)).state == "learning"
+    assert about(shown=curves(2, completions/clipped_ratio=1.0)).state == "learning", "two batches are few"
 
 
 # ---- Waits and starvation --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tba.config.trainer import REMEDIES, EssCollapseSection
 from tba.versions import START
 
 CURVE_NAMES = (
-    *("reward_mean", "accuracy", "frac_reward_zero_std", "completions_clipped_ratio", "num_rollouts"),
+    *("reward_mean", "accuracy", "frac_reward_zero_std", "completions/clipped_ratio", "num_rollouts"),
     *("num_unique_rollouts", "entropy", "ess", "policy_age_mean", "wait_s", "step_s"),
 )
 """The metrics that the sentences read."""
@@ -64,7 +64,7 @@ REMEDY_OF_WAIT = {
     **dict.fromkeys(("object-store", "checkpoint-download", "checkpoint-upload"), "Look at the store (`tba doctor`)."),
 }
 """Name of a wait -> what to try; docs/operations.md explains every wait."""
-WAITS_FOR_ROLLOUTS = ("rollouts", "samples-per-insert", "used-up")
+WAITS_FOR_ROLLOUTS = ("rollouts", "recent", "samples-per-insert", "used-up")
 SCORING_WAITS = ("reward-workers", "unscored")
 """Searchers wait for slow scorers as a matter of course; that matters where the trainer starves."""
 
@@ -216,7 +216,7 @@ def _alarm(run: _Run) -> Finding | None:
 
 
 def _cut_off(run: _Run) -> Finding | None:
-    share = run.lately("completions_clipped_ratio")
+    share = run.lately("completions/clipped_ratio")
     # answers of a fixed length are always cut, and teach all the same
     if share is None or share < MIN_CUT_SHARE or run.is_solved or run.rise >= SURE:
         return None

@@ -77,8 +77,11 @@ prompts upload: upload a file; it is safe to repeat
 ledger check: check that the active lineage has every step exactly once
     tba ledger check quickstart-seed0
 view: show the page of a run in a browser; a run that is over is served read-only until Ctrl-C
-    tba view seed0                    # without a name: the newest run under runs/
+    tba view seed0                    # without a name: all runs under runs/, as `tba runs`
     tba view --url https://buffer:8700 --token-file operator.token
+runs: show all runs of a folder in a browser: compare curves and recipes, read logs, open the page of each
+    tba runs
+    tba runs other/runs --port 8800 --no-open
 table: compare finished runs in a Markdown table
     tba table runs/quickstart-seed0 runs/quickstart-seed1
 rollouts list: list stored rollouts: prompt, completion, reward, version, age
@@ -111,7 +114,7 @@ evaluate: the published evaluation of a task: generate, score, measure, compare
 """Help and examples of each command."""
 GROUPS = {
     "start": "demo run init",
-    "look": "view status table rollouts ledger",
+    "look": "runs view status table rollouts ledger",
     "data and tasks": "config score prompts data evaluate export",
     "operate": "pause resume stop set scale rollback rescore buffer weights",
     "machines": "doctor sizing setup model",
@@ -460,10 +463,13 @@ def _add_views(commands: Subparsers) -> None:
     kinds = _group(commands, "ledger", "check what each optimizer step consumed")
     _command(kinds, "ledger check", "report:check_command", run=True)
     view = _command(commands, "view", "view:view_command", run=True)
-    view.add_argument(
-        "--port", type=int, default=0, metavar="N", help="port of the page of a run that is over (default: a free one)"
-    )
-    view.add_argument("--no-open", action="store_true", help="only print the address")
+    runs = _command(commands, "runs", "view:view_command")
+    runs.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="the folder of the runs (runs)")
+    for command in (view, runs):
+        command.add_argument(
+            "--port", type=int, default=0, metavar="N", help="port of a page that is served here (default: a free one)"
+        )
+        command.add_argument("--no-open", action="store_true", help="only print the address")
     table = _command(commands, "table", "report:table_command")
     table.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="folders of finished runs")
 

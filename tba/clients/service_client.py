@@ -144,6 +144,14 @@ class ServiceClient:
         timeout = urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, read_s), read=read_s)
         return self._attempt("GET", f"{self._path}{path}", path, body=None, headers={}, timeout=timeout)
 
+    def relay(
+        self, method: str, target: str, body: bytes, headers: Mapping[str, str]
+    ) -> urllib3.response.BaseHTTPResponse:
+        """Send a request of somebody else once; return the reply with any status, whose body is not read yet."""
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self._timeout_s)
+        target = self._path + target
+        return self._open(method, target, body=body, headers=headers, timeout=timeout, preload_content=False)
+
     def _call(
         self,
         method: str,

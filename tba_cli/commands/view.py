@@ -1,4 +1,4 @@
-"""`tba view`: show the web page of a run in a browser; the page of an ended run is served from a copy of its files."""
+"""`tba view` and `tba runs`: show the page of a run, or the list of the runs of a folder, in a browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from tba_cli.run_target import Page, ended_run, endpoints_of, open_target, run_folder
+from tba_cli.run_target import RUNS_DIR, Page, ended_run, endpoints_of, open_target, run_folder
 
 REDIRECT = (
     '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer"><title>tba</title>\n'
@@ -27,7 +27,8 @@ READ_S = 5.0
 
 def view_command(args: argparse.Namespace) -> int:
     """Print the page's address (with its token only for --json) and open it in a browser; serve it if the run ended."""
-    ended = ended_run(args)
+    is_list = not (getattr(args, "run", None) or args.run_dir or args.url)
+    ended = None if is_list else ended_run(args)
     # in a terminal without a window, a text browser would take it over
     has_display = sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
     is_opened = has_display and not args.no_open
@@ -48,7 +49,11 @@ def view_command(args: argparse.Namespace) -> int:
             if is_opened:
                 stack.enter_context(opened_page(page.url))
 
-        if ended is None:
+        if is_list:
+            from tba_cli.scripting.runs_page import serve_runs
+
+            serve_runs(Path(getattr(args, "folder", RUNS_DIR)), port=args.port, show=show)
+        elif ended is None:
             client, url = open_target(args)
             with closing(client):
                 # a wrong address or token is a sentence here, and an empty page in a browser

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
 
 from tba.tokens import TokensFile
+from tests.support.browser import chromium
 from tests.support.buffer import make_prompts, make_recipe
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, StartService, without_constants
 from tests.support.redis_process import RedisProcess, start_redis
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import RewardServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
     process = start_redis(tmp_path_factory.mktemp("redis"))
     yield process
     process.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for the tests of a file."""
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture

@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.browser import Open, Watched, chromium, until
+from tests.support.browser import Open, Watched, until
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.page_run import train
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,14 @@ from pyarrow.parquet import read_metadata
 from redis import Redis
 from tba_buffer.storage.keys import Keys
 
-from tba.api import EvalRequest, EvalResult, EvalResults, LineageRequest, VersionRequest
+from tba.api import AckRequest, EvalRequest, EvalResult, EvalResults, LineageRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.weights import checkpoint_prefix
+from tba.wire import encode_rollout
 from tests.support.browser import Open, until
+from tests.support.buffer import make_prompts, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
-from tests.support.leases import lease
+from tests.support.leases import draw, lease
 from tests.support.page_run import NUM_STEPS
 from tests.support.redis_process import RedisProcess
 
@@ -90,16 +91,15 @@ def test_rollouts_are_filtered_and_exported(trained: BufferThread, open_page: Op
     page.wait_for_selector("main table tbody tr")
     rewards = page.locator("main tbody tr td:first-child").all_inner_texts()
     assert rewards == sorted(rewards, reverse=True)
-    page.click("text=Failed")
+    page.select_option("#filter-order", "newest")
+    page.select_option("#filter-status", "failed")
+    page.click("form.filters button.primary")
     until(page, "document.querySelectorAll('main tbody tr').length === 1")
     assert "failed" in page.inner_text("main tbody tr td:first-child")  # named, and no number
     page.fill("#filter-contains", "of step 5")
     page.select_option("#filter-status", "")
     page.click("form.filters button.primary")
     until(page, "document.querySelectorAll('main tbody tr').length === 12")
-    with page.expect_download() as download:
-        page.click("text=Export what is shown")
-    assert len(json.loads(Path(download.value.path()).read_text())) == 12
     with page.expect_download() as download:
         page.click("text=Export all that match")
     assert download.value.suggested_filename == "test-rollouts.parquet"
@@ -121,6 +121,104 @@ def test_one_rollout_says_what_made_it_and_what_it_made(trained: BufferThread, o
     assert "0.25" in steps.first.inner_text()
     page.wait_for_selector("section:has-text('Its group') tbody tr")
     page.check("input[value=advantage]")
+    assert watched.errors == []
+
+
+def test_the_next_rollout_is_that_of_the_list_or_else_of_the_group(trained: BufferThread, open_page: Open) -> None:
+    page, watched = open_page(trained, "#/rollouts?order=best")
+    page.wait_for_selector("main tbody tr")
+    listed = [
+        link.split("/")[-1]
+        for link in page.eval_on_selector_all("main tbody td:nth-child(2) a", "all => all.map(one => one.hash)")
+    ]
+    page.click("main tbody td:nth-child(2) a >> nth=1")
+    page.wait_for_selector("text=2 of 50 in the list")
+    page.click("text=Next")
+    page.wait_for_selector("text=3 of 50 in the list")
+    assert page.url.endswith(listed[2])
+    page.click("text=Previous")
+    page.click("text=Previous")
+    page.wait_for_selector("text=1 of 50 in the list")
+    assert page.locator("a:has-text('Previous')").count() == 0
+    page.click("main >> text=Rollouts >> nth=0")
+    assert page.url.endswith("#/rollouts?order=best")
+    slot = [one for one in trained.client().ledger().entries if one.kind == "batch"][-1].rollout_ids[4:8]
+    page.goto(f"{trained.url}/#/rollout/{slot[1]}")
+    page.reload()  # a link from elsewhere knows no list
+    page.wait_for_selector("text=in its group")
+    group = page.locator("section:has-text('Its group') tbody")
+    links = [link.get_attribute("href") for link in group.locator("a").all()]
+    assert links == [f"#/rollout/{one}" for one in dict.fromkeys(slot) if one != slot[1]]
+    assert group.locator("tr:has-text('this one')").inner_text().split("\t")[1] in ("0.25", "-0.75")
+    assert watched.errors == []
+
+
+CHAT = (
+    "<|im_start|>system\nYou are terse.<|im_end|>\n"
+    "<|im_start|>user\nWhat is {0}+{0}?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+LAST_TURNS = {
+    CHAT.format(1) + "Let me think.\n<think>": "What is 1+1?",
+    CHAT.format(1) + "2<|im_end|>\n" + CHAT.format(2): "What is 2+2?",
+    "<|start_header_id|>user<|end_header_id|>\n\nQ?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n": "Q?",
+    "<bos><start_of_turn>user\nQ?<end_of_turn>\n<start_of_turn>model\n": "Q?",
+    "<s>[INST] Q? [/INST]": "Q?",
+    "<｜begin▁of▁sentence｜>Sys<｜User｜>Q?<｜Assistant｜>": "Q?",
+    "<|system|>\nSys<|end|>\n<|user|>\nQ?<|end|>\n<|assistant|>\n": "Q?",
+    "An assistant counts <|here|>: 1 ": "An assistant counts <|here|>: 1 ",
+}
+
+
+def test_rows_of_a_chat_show_its_last_turn_and_the_gold_answer(serve_buffer: ServeBuffer, open_page: Open) -> None:
+    served = serve_buffer()
+    client, metadata = served.client(), {"source": "a generator " * 50}
+    prompts = [
+        one.model_copy(update={"text": CHAT.format(i), "data": {"answer": 2 * i, **metadata}})
+        for i, one in enumerate(make_prompts(3))
+    ]
+    client.upload_prompts(prompts)
+    client.push([encode_rollout(make_rollout(f"train-{i}", response_text=f"It is {2 * i}. " * 20)) for i in range(3)])
+    page, watched = open_page(served, "#/rollouts?order=oldest", viewport={"width": 1440, "height": 900})
+    page.wait_for_selector("main tbody tr")
+    assert page.locator("main tbody tr >> nth=2 >> td").all_inner_texts()[2:4] == ["What is 2+2?", "4"]
+    assert page.evaluate("(one => one.scrollWidth <= one.clientWidth)(document.querySelector('.scroll'))")
+    page.click("text=Columns")
+    page.uncheck("input[name=column-age]")
+    page.check("input[name=column-searcher]")
+    page.reload()
+    page.wait_for_selector("main tbody tr")
+    heads = page.locator("main thead th").all_inner_texts()
+    assert ("age" in heads, "searcher" in heads, heads[:4]) == (False, True, ["reward", "completion", "prompt", "gold"])
+    turns = "texts => import('./page/js/format.js').then((it) => texts.map((text) => it.lastTurn(text)))"
+    assert page.evaluate(turns, list(LAST_TURNS)) == list(LAST_TURNS.values())
+    page.goto(f"{served.url}/#/prompts")
+    page.click("text=What is 1+1?")
+    page.wait_for_selector("main pre >> text=What is 1+1?")
+    page.click("text=The whole prompt, as the model reads it")
+    page.wait_for_selector("text=You are terse.")
+    assert watched.errors == []
+
+
+PAINTED = """(name => {
+    const colour = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    const [r, g, b] = colour.match(/\\w\\w/g).map((two) => parseInt(two, 16));
+    const canvas = document.querySelector(".uplot canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return data.some((_, at) => at % 4 === 0 && data[at] === r && data[at + 1] === g && data[at + 2] === b);
+})('--series-1')"""
+
+
+def test_a_curve_of_one_point_is_drawn(serve_buffer: ServeBuffer, open_page: Open) -> None:
+    served = serve_buffer()
+    client, lineage = served.begin(4, per_prompt=4)
+    batch = draw(client, lineage, 1)
+    client.ack(batch.batch_id, AckRequest(lineage=1, step=1, token=lineage.token, metrics={"reward_mean": 0.5}))
+    page, watched = open_page(served)
+    page.wait_for_selector(".uplot canvas")
+    until(page, PAINTED)
+    assert page.evaluate("document.querySelector('.uplot').clientHeight >= innerHeight / 3")
     assert watched.errors == []
 
 

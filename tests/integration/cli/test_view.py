@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from tba.api import AckRequest, BatchRequest, LineageRequest
+from tba.api import AckRequest, BatchRequest, LineageRequest, RunCommand
 from tba.clients import BufferClient
 from tba.errors import ConfigError, ConflictError
 from tba.wire import encode_rollout
@@ -27,6 +27,7 @@ from tba_cli.local import ended_run
 from tba_cli.main import main
 from tba_cli.ports import PortRequest, choose_ports
 from tba_cli.run_folder import RunFolder
+from tests.support.browser import Watched, until
 from tests.support.buffer import SERVICE_PATHS, make_heartbeat, make_prompts, make_rollout, start_stack
 from tests.support.waits import DEADLINE_S
 
@@ -88,11 +89,11 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @contextmanager
-def viewing(environ: dict[str, str], *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def viewing(environ: dict[str, str], *words: str, command: str = "view") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start `tba view` and yield it with the address that it prints."""
-    command, pipe = [sys.executable, "-m", "tba_cli.main", "view", "--no-open", "--json", *words], subprocess.PIPE
+    program, pipe = [sys.executable, "-m", "tba_cli.main", command, "--no-open", "--json", *words], subprocess.PIPE
     ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731 a shell starts background commands so
-    process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True, preexec_fn=ignore)
+    process = subprocess.Popen(program, env=environ, stdout=pipe, stderr=pipe, text=True, preexec_fn=ignore)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -238,3 +239,96 @@ def test_a_run_that_is_started_while_its_files_are_copied_is_left_alone(ended, t
             with pytest.raises(ConfigError, match="run 'demo' was just started again; repeat this command"):
                 ended_run._copy_redis_files(folder, tmp_path / f"copy-{number}")
     assert num == 2, "nothing is copied while it runs"
+
+
+def steps_of(name: str, rewards: list[float]) -> str:
+    records = [{"kind": "start", "step": 0, "at_s": 1000.0, "metrics": {}}]
+    records += [
+        {"kind": "step", "step": step, "at_s": 1000.0 + 60 * step, "metrics": {"reward_mean": reward}}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    return "".join(json.dumps({"run": name, "lineage": 1, **record}) + "\n" for record in records)
+
+
+@pytest.fixture
+def two_runs(ended: RunFolder, tmp_path: Path) -> Path:
+    """A folder with the run that is over, and with another one of which only files are there."""
+    place = tmp_path / "runs"
+    shutil.copytree(ended.path, place / "demo")
+    (place / "demo" / "metrics.jsonl").write_text(steps_of("demo", [0.1, 0.2, 0.3]))
+    other = place / "other"
+    (other / "logs").mkdir(parents=True)
+    document = json.loads(ended.recipe_path.read_bytes())
+    document["trainer"]["learning_rate"] = 0.125
+    (other / "recipe.json").write_text(json.dumps(document))
+    (other / "metrics.jsonl").write_text(steps_of("other", [0.5]))
+    (other / "logs" / "trainer.log").write_text("the <b>loss</b> is nan\n")
+    (other / ".tba-run").touch()
+    return place
+
+
+def test_runs_are_listed_compared_and_opened_on_one_port(two_runs, environ, browser):
+    with viewing(environ, str(two_runs), command="runs") as (process, url):
+        base, _, token = url.partition("/#token=")
+        for path in (
+            "/v1/runs",
+            "/v1/runs/demo",
+            "/v1/runs/other/logs/trainer",
+            "/runs/demo/v1/run",
+            "/runs/demo/metrics",
+        ):
+            assert get(base, path, None)[0] == 401, path
+        assert get(base, "/v1/runs/..%2Fdemo", token)[0] == 404
+        assert len(list(Path(environ["TMPDIR"]).glob("tba-ended-*"))) == 0, "nothing is started for a stranger"
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        watched = Watched(page)
+        page.goto(url)
+        page.wait_for_selector("main tbody tr")
+        chart = page.locator("section", has=page.get_by_role("heading", name="Reward", exact=True)).locator(".plot")
+        until(page, "document.querySelector('[aria-labelledby=chart-reward] .plot')?.ariaLabel?.includes('other')")
+        said = chart.get_attribute("aria-label") or ""
+        assert "demo: 3 values from step 1 to 3" in said
+        assert "other: 1 values" in said
+        assert page.locator("tr:has-text('trainer.learning_rate') >> text=0.125").count() == 1
+        assert page.locator("tr:has-text('objective.preset')").count() == 0, "it is equal"
+        page.select_option("#choose-axis", "time")
+        until(
+            page,
+            "document.querySelector('[aria-labelledby=chart-reward] .plot')?.ariaLabel?.includes('from minutes 1')",
+        )
+        page.select_option("#choose-log", "other/trainer")
+        page.wait_for_selector("pre >> text=the <b>loss</b> is nan")
+        page.uncheck("[id='choose-other']")
+        until(page, "!document.querySelector('[aria-labelledby=chart-reward] .plot').ariaLabel.includes('other')")
+        assert page.locator("tr:has-text('objective.preset')").count() == 1, "the whole recipe of one run"
+        page.click("main >> text=demo >> nth=0")
+        page.wait_for_selector("text=step 1, lineage 1")
+        assert token not in page.url
+        page.click("nav >> text=Rollouts")
+        page.wait_for_selector("text=answer 4")
+        page.click("text=All runs")
+        page.wait_for_selector("text=All runs >> nth=0")
+        page.wait_for_selector("#choose-other")
+        assert [error for error in watched.errors if "401" not in error] == []
+        assert watched.hosts == {base.split("//")[1]}
+        process.terminate()
+        out, err = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, out) == (0, ""), err
+    assert list(Path(environ["TMPDIR"]).iterdir()) == [], "the copies are deleted"
+
+
+def test_a_run_in_progress_is_asked_at_its_own_buffer(two_runs, environ, serve_buffer):
+    served = serve_buffer(tokens={"operator": "operator-secret-1"})
+    folder = RunFolder(two_runs / "demo")
+    tokens = folder.path / "own.json"
+    tokens.write_text(json.dumps({"operator": "operator-secret-1"}))
+    folder.write_json(folder.endpoints_path, {"buffer_url": served.url, "tokens_file": str(tokens)})
+    with folder.acquire(resume=True, fresh=False), viewing(environ, str(two_runs), command="runs") as (_, url):
+        base, _, token = url.partition("/#token=")
+        client = BufferClient(f"{base}/runs/demo", token=token, retry_s=0)
+        assert (client.run().run, client.run().read_only) == ("test", False)
+        client.command("pause", RunCommand(reason="lunch"))
+        client.upload_prompts([make_prompts(1)[0].model_copy(update={"prompt_id": "a/b?c"})])
+        assert get(base, "/runs/demo/v1/prompts/a%2Fb%3Fc", token)[0] == 200
+        client.close()
+    assert served.client(token="operator-secret-1").run().state == "paused"

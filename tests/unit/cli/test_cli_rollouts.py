@@ -228,7 +228,7 @@ def test_a_page_that_cannot_be_asked_is_a_sentence(opened: list[str], run: FakeR
         raise NotFoundError("no such run here")
 
     run.on_run = refuse
-    assert main(["view"]) == 2
+    assert main(["view", "a"]) == 2
     assert (capsys.readouterr().err, opened) == ("error: no such run here\n", [])
 
 

@@ -47,22 +47,23 @@ class PageFile:
     etag: str
 
 
-def page_router() -> APIRouter:
+def page_router(index: str = "index.html") -> APIRouter:
     """Build the endpoints that serve the page's files without a token."""
     api = APIRouter(include_in_schema=False)
 
     @api.get("/")
-    async def index(request: Request) -> Response:
-        return _answer("index.html", request)
+    async def start(request: Request) -> Response:
+        return page_answer(index, request)
 
     @api.get("/page/{path:path}")
     async def page_file(path: str, request: Request) -> Response:
-        return _answer(path, request)
+        return page_answer(path, request)
 
     return api
 
 
-def _answer(path: str, request: Request) -> Response:
+def page_answer(path: str, request: Request) -> Response:
+    """Return a file of the page, or that it has not changed; NotFoundError if there is none."""
     found = page_files().get(path)
     if found is None:
         raise NotFoundError(f"the page has no file {path[:200]!r}")

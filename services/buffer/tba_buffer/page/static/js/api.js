@@ -40,6 +40,11 @@ export function decoded(text) {
   }
 }
 
+/** A link to another page of this server, which then need not ask for the token. */
+export function withToken(href) {
+  return token ? `${href}#token=${encodeURIComponent(token)}` : href;
+}
+
 export function setToken(text) {
   token = text.trim();
   kept?.setItem("token", token);

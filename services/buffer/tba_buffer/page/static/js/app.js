@@ -1,8 +1,9 @@
 // The frame of the page: sign-in, header, tabs, and which view the address asks for.
 
-import { decoded, hasToken, setToken, takeToken } from "./api.js";
+import { decoded, takeToken, withToken } from "./api.js";
 import { fill, fillIfChanged, h, withCode } from "./dom.js";
 import { number } from "./format.js";
+import { endSignIn, signIn } from "./signin.js";
 import { refresh, subscribe } from "./state.js";
 import { commandButtons } from "./commands.js";
 import { overview } from "./views/overview.js";
@@ -27,7 +28,7 @@ const VIEWS = [
 ];
 const PARENT = { rollout: "rollouts", prompt: "prompts" };
 const main = document.getElementById("main");
-let leave = null, signingIn = null;
+let leave = null;
 
 function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -51,8 +52,10 @@ function header({ run, summary, problem }) {
   const text = document.getElementById("problem");
   text.hidden = problem === null || problem.status === 401;
   text.textContent = text.hidden ? "" : `${problem.message}. The page shows the last answer and asks again.`;
-  if (problem?.status === 401) signIn();
+  if (problem?.status === 401) signIn(() => { refresh(); show(); });
   if (run === null) return;
+  // served by the list of runs
+  if (/\/runs\/[^/]+\/$/.test(location.pathname)) fillIfChanged(document.getElementById("up"), true, () => h("a", { href: withToken("../../") }, "All runs"));
   document.title = `${run.run}: ${summary.state}, step ${run.step} - tba`;
   document.getElementById("run-name").textContent = run.run;
   const badge = document.getElementById("run-state");
@@ -71,33 +74,10 @@ function sentence(text) {
   return `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 }
 
-/** Ask for a token. */
-function signIn() {
-  if (signingIn) return;
-  const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, size: "40" });
-  signingIn = h("dialog", { class: "signin", "aria-labelledby": "signin-title" },
-    h("h2", { id: "signin-title" }, hasToken() ? "That token is unknown here" : "This run asks for a token"),
-    h("p", {}, "A viewer's token shows everything; an operator's can also act. `tba view` opens this page with a token."),
-    h("form", { onsubmit: (event) => { event.preventDefault(); setToken(field.value); signedIn(); show(); } },
-      h("label", { for: "token" }, "Token "), field, " ", h("button", {}, "Sign in")));
-  signingIn.addEventListener("cancel", (event) => event.preventDefault());
-  // a browser lets a second Escape close it all the same
-  signingIn.addEventListener("close", () => signingIn?.showModal());
-  document.body.append(signingIn);
-  signingIn.showModal();
-}
-
 /** Ask with the token that is there now. */
 function signedIn() {
-  const dialog = signingIn;
-  signingIn = null;
-  dialog?.remove();
+  endSignIn();
   refresh();
-}
-
-/** A link to another page, in a tab of its own: with this page its token would be gone. */
-function away(href, text) {
-  return h("a", { href, target: "_blank", rel: "noopener" }, text);
 }
 
 takeToken();
@@ -111,5 +91,4 @@ addEventListener("click", (event) => {
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 show();
 refresh();
-fill(document.getElementById("foot"), h("p", {},
-  away("docs", "REST"), " · ", away("metrics", "metrics"), " · ", "charts: uPlot (", away("page/vendor/uPlot.LICENSE", "MIT"), ")"));
+fill(document.getElementById("foot"), h("p", {}, "charts: uPlot (", h("a", { href: "page/vendor/uPlot.LICENSE", target: "_blank", rel: "noopener" }, "MIT"), ")"));

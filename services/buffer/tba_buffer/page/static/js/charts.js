@@ -1,10 +1,11 @@
-// Line charts over steps (uPlot), with one cursor for all, zoom by dragging, and their numbers as text.
+// Line charts over steps or time (uPlot), with one cursor for all, zoom by dragging, and their numbers as text.
 
 import { emptyText, h } from "./dom.js";
 import { number } from "./format.js";
 
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
-const HEIGHT = 190;
+const MIN_HEIGHT = 240;
+const FONT = "12px system-ui, sans-serif";
 const sync = () => window.uPlot.sync("steps");
 const drawn = new Set();
 
@@ -23,7 +24,8 @@ function colour(name) {
 /** One chart with a heading and a sentence on how to read it. */
 export class Chart {
   /**
-   * @param {object} options title, howToRead, range ([low, high] or null for automatic).
+   * @param {object} options title, howToRead, unit (of the values), range ([low, high]; automatic without), x (what the
+   *   horizontal axis counts; steps without).
    */
   constructor(options) {
     this.options = options;
@@ -33,23 +35,29 @@ export class Chart {
     this.host = h("div", { class: "plot" });
     this.element = h("section", { class: "panel chart", "aria-labelledby": id },
       h("h2", { id }, options.title), h("p", { class: "how" }, options.howToRead), this.host);
-    this.observer = new ResizeObserver(() => this.plot?.setSize({ width: this.width(), height: HEIGHT }));
+    this.observer = new ResizeObserver(() => this.plot?.setSize(this.size()));
     this.observer.observe(this.host);
   }
 
-  width() {
-    return Math.max(200, this.host.clientWidth);
+  /** As wide as its place, and a third of the window high. */
+  size() {
+    return { width: Math.max(200, this.host.clientWidth), height: Math.max(MIN_HEIGHT, Math.round(innerHeight / 3)) };
+  }
+
+  get x() {
+    return this.options.x ?? "step";
   }
 
   /**
    * Draw.
    *
    * @param {number[]} steps ascending.
-   * @param {{label: string, values: (number|null)[], points?: boolean, dash?: number[]}[]} series
+   * @param {{label: string, values: (number|null)[], points?: boolean, dash?: number[]}[]} series a place in this list
+   *   has its colour, with values or without.
    * @param {string} empty what is said without any value.
    */
   draw(steps, series, empty) {
-    const known = series.filter((one) => one.values.some((value) => value !== null && value !== undefined));
+    const known = series.map((one, at) => ({ ...one, colour: COLOURS[at % COLOURS.length] })).filter((one) => one.values.some((value) => value !== null && value !== undefined));
     if (!known.length) {
       this.destroy();
       this.host.removeAttribute("role");
@@ -58,7 +66,7 @@ export class Chart {
       return;
     }
     const data = [steps, ...known.map((one) => one.values.map((value) => value ?? null))];
-    const key = known.map((one) => one.label).join("|");
+    const key = [this.x, ...known.map((one) => one.label)].join("|");
     if (this.plot && this.key === key) {
       const { min, max } = this.plot.scales.x, isZoomed = this.isZoomed();
       this.plot.setData(data, !isZoomed);
@@ -73,7 +81,7 @@ export class Chart {
     }
     this.last = [steps, series, empty];
     this.host.setAttribute("role", "img");
-    this.host.setAttribute("aria-label", known.map((one) => describe(one, steps)).join("; "));
+    this.host.setAttribute("aria-label", known.map((one) => describe(one, steps, this.x)).join("; "));
   }
 
   isZoomed() {
@@ -83,22 +91,22 @@ export class Chart {
 
   plotOptions(series) {
     const grid = colour("--line"), text = colour("--quiet");
-    const axis = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "12px system-ui, sans-serif" };
+    const axis = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: FONT, labelFont: FONT, labelSize: 20 };
     return {
-      width: this.width(),
-      height: HEIGHT,
+      ...this.size(),
       cursor: { sync: { key: sync().key }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: this.options.range ? () => this.options.range : around } },
-      axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
+      axes: [{ ...axis, size: 36, label: this.x }, { ...axis, size: 50, label: this.options.unit, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
       series: [
-        { label: "step", value: (plot, step) => number(step ?? plot.data[0].at(-1)) },
-        ...series.map((one, at) => ({
+        { label: this.x, value: (plot, step) => number(step ?? plot.data[0].at(-1)) },
+        ...series.map((one) => ({
           label: one.label,
-          stroke: colour(COLOURS[at % COLOURS.length]),
+          stroke: colour(one.colour),
           width: one.points ? 0 : 1.5,
           dash: one.dash,
           spanGaps: true,
-          points: { show: Boolean(one.points), size: 7, fill: colour(COLOURS[at % COLOURS.length]) },
+          // a line of one point is none
+          points: { show: (plot, at) => one.points || plot.data[at].filter((value) => value !== null).length === 1, size: 7, fill: colour(one.colour) },
           // without a cursor the newest value; under it, what is there
           value: (plot, value, index) => number(value ?? (plot.cursor.idx === null ? last(plot.data[index]) : null)),
         })),
@@ -125,9 +133,9 @@ function last(values) {
   return null;
 }
 
-function describe(one, steps) {
+function describe(one, steps, x) {
   const known = one.values.filter((value) => value !== null && value !== undefined);
-  return `${one.label}: ${known.length} values from step ${steps[0]} to ${steps[steps.length - 1]}, ` +
+  return `${one.label}: ${known.length} values from ${x} ${number(steps[0])} to ${number(steps[steps.length - 1])}, ` +
     `lowest ${number(known.reduce((a, b) => Math.min(a, b)))}, highest ${number(known.reduce((a, b) => Math.max(a, b)))}, last ${number(last(known))}`;
 }
 
@@ -140,4 +148,15 @@ export function align(curves) {
     one.steps.forEach((step, at) => { values[place.get(step)] = one.values[at]; });
     return { ...one, values };
   })];
+}
+
+/** The exponential mean of values, as TensorBoard smooths them: 0 leaves them as they are. */
+export function smooth(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
 }

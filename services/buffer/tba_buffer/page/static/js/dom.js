@@ -43,14 +43,16 @@ export function fill(element, ...children) {
 
 /**
  * Replace what is in an element only if it differs: a reader's selection and focus survive updates without news. Tables
- * stay scrolled, and focused, also where there is some.
+ * stay scrolled, and they and what has an id stay focused, also where there is some.
  */
 export function fillIfChanged(element, key, make) {
   const text = JSON.stringify(key);
   if (element.dataset.key === text) return;
   element.dataset.key = text;
   const before = [...element.querySelectorAll(".scroll")].map((one) => [one.scrollLeft, one === document.activeElement]);
+  const focused = element.contains(document.activeElement) ? document.activeElement.id : "";
   fill(element, make());
+  if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
   element.querySelectorAll(".scroll").forEach((one, at) => {
     const [left, hasFocus] = before[at] ?? [0, false];
     one.scrollLeft = left;

@@ -53,3 +53,24 @@ export function oneLine(text, length = 120) {
   const line = text.replace(/\s+/g, " ");
   return line.length > length ? `${line.slice(0, length)}…` : line;
 }
+
+const MARKER = String.raw`(?:<\|[^|<>\n]{1,40}\|>|<｜[^｜<>\n]{1,40}｜>|</?(?:start|end)_of_turn>|\[/?INST\]|</?s>|</?think>)`;
+/** What begins the turn of the model. */
+const MODEL = new RegExp(String.raw`${MARKER}\s*(?:assistant|model)\b|<[|｜](?:assistant|im_assistant|chatbot_token)[|｜]>|\[/INST\]`, "gi");
+const ROLE = /^\s*(?:system|developer|user|human|tool)\s*(?:\n|$)/;
+
+/** The last turn of a chat before the model's, found by the markers of chat templates; other texts, and one that is cut, as they are. */
+export function lastTurn(text, isCut = false) {
+  const turns = [...text.matchAll(MODEL)];
+  if (!turns.length || isCut) return text;
+  const pieces = text.slice(0, turns.at(-1).index).split(new RegExp(MARKER)).map((piece) => piece.replace(ROLE, "").trim());
+  return pieces.findLast((piece) => piece) ?? text;
+}
+
+const GOLD = ["answer", "solution", "gold", "target", "label", "ground_truth", "expected", "reference"];
+
+/** The gold answer in the data of a prompt as text; "" where no field has a usual name. */
+export function gold(data) {
+  const value = GOLD.map((name) => data?.[name]).find((one) => one !== null && one !== undefined) ?? "";
+  return typeof value === "string" ? value : JSON.stringify(value);
+}

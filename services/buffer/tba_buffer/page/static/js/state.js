@@ -8,7 +8,8 @@ import { ApiError, bytesReceived, get } from "./api.js";
 const MIN_PAUSE_MS = 2000, HIDDEN_PAUSE_MS = 15000, MAX_BYTES_PER_S = 50_000;
 export const CURVE_NAMES = [
   "reward_mean", "accuracy", "kl_to_ref", "entropy", "ess", "clipped_share", "grad_norm", "grad_norm_limit", "loss",
-  "policy_age_mean", "policy_age_max", "tied_group_share", "step_s", "wait_s", "waited_s_total", "train_s",
+  "policy_age_mean", "policy_age_max", "frac_reward_zero_std", "reward_std", "completions/mean_length",
+  "completions/clipped_ratio", "step_s", "wait_s", "waited_s_total", "train_s",
 ];
 
 export const state = { run: null, stats: null, summary: null, curves: null, problem: null };

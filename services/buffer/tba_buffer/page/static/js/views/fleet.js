@@ -1,19 +1,18 @@
 // Who takes part: searchers and the other components, weight versions, evaluations.
 
 import { get } from "../api.js";
-import { bars, fill, fillIfChanged, h, panel, table } from "../dom.js";
-import { bytes, duration, lag, number, stepOf, time } from "../format.js";
+import { fill, fillIfChanged, h, panel, table } from "../dom.js";
+import { bytes, duration, lag, number, time } from "../format.js";
 import { awaited, state, subscribe } from "../state.js";
 
 export function fleet(place) {
-  const searchers = h("div"), others = h("div"), versions = h("div"), evaluations = h("div"), waits = h("div");
-  place.append(searchers, waits, others, versions, evaluations);
+  const searchers = h("div"), others = h("div"), versions = h("div"), evaluations = h("div");
+  place.append(searchers, others, versions, evaluations);
   let versionsAt, published = null, alive = true;
   const draw = ({ run }) => {
     if (run === null) return;
     fillIfChanged(searchers, [run.components, run.searchers, run.latest_version], () => searcherPanel(run));
     fillIfChanged(others, run.components.filter((item) => item.kind !== "searcher"), () => otherPanel(run));
-    fillIfChanged(waits, run.waits, () => waitPanel(run));
     fillIfChanged(evaluations, [run.evals, run.best], () => evaluationPanel(run));
     if (versionsAt !== run.latest_version) {
       versionsAt = run.latest_version;
@@ -51,7 +50,7 @@ function stateText(item) {
 }
 
 function waitText(item) {
-  return item.wait ? `${item.wait.name}, ${duration(item.wait.for_s)}` : "";
+  return item.wait ? `${item.wait.name}, ${duration(item.wait.for_s)}, at most ${duration(Math.max(0, item.wait.deadline_in_s))} more` : "";
 }
 
 function otherPanel(run) {
@@ -67,12 +66,6 @@ function alarms(item) {
     .map(([name, count]) => `${name.slice("alarms_".length)}: ${count}`).join(", ");
 }
 
-function waitPanel(run) {
-  return panel("Waits", "Who waits for what, since when, and how long at most; docs/operations.md says what ends each.",
-    table("Waits", ["who", "for", "since", "at most"], run.waits.map((wait) => [wait.owner, wait.name, duration(wait.for_s),
-      `${duration(Math.max(0, wait.deadline_in_s))} more`]), "Nobody waits."));
-}
-
 /** Version -> living searchers that sample with it. */
 function adoption(run) {
   const users = new Map();
@@ -83,14 +76,10 @@ function adoption(run) {
 }
 
 function versionPanel({ versions, num_older }, users) {
-  return [
-    panel("Weight versions", "What the trainer has published and the store still has. Adoption: searchers that sample with it now.",
-      table("Weight versions", ["version", "published", "size", "dtype", "searchers"], versions.map((one) => [one.version, time(one.published_at_s),
+  return panel("Weight versions", "What the trainer has published and the store still has, and the searchers that sample with each now: all should be at the newest or the one before.",
+    table("Weight versions", ["version", "published", "size", "dtype", "searchers"], versions.map((one) => [one.version, time(one.published_at_s),
         bytes(one.num_bytes), one.dtype ?? "-", number(users.get(one.version) ?? 0)]), awaited("The first version is awaited: the trainer publishes its starting model as 0-0.")),
-      num_older ? h("p", { class: "how" }, `The store has ${number(num_older)} older ones.`) : null),
-    panel("Adoption", "Searchers by the version that they sample with. All should be at the newest or the one before.",
-      bars("Searchers by version", [...users].sort((a, b) => stepOf(b[0]) - stepOf(a[0])), "No living searcher has a version.")),
-  ];
+    num_older ? h("p", { class: "how" }, `The store has ${number(num_older)} older ones.`) : null);
 }
 
 function evaluationPanel(run) {

@@ -5,55 +5,63 @@ import { bars, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
 import { duration, number, percent, stepOf, time } from "../format.js";
 import { awaited, state, subscribe } from "../state.js";
 
-/** title, how to read it, [[metric, label]], fixed range, what it says empty unless the first step is awaited. */
-const CHARTS = [
-  ["Reward", "Mean reward of each training batch; it should rise. The dots are held-out evaluations: if the curve rises without them, the reward is being gamed.",
-    [["reward_mean", "reward, batch"], ["accuracy", "accuracy, batch"]], null],
-  ["Lag", "Policy age of the trained rollouts, in optimizer steps. A rising mean means that searchers fall behind.",
-    [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]], null],
-  ["Effective sample size", "1: the data is as good as fresh; towards 0: a few rollouts rule the batch, since the policy has moved away from its data.",
+/** title, unit, how to read it, [[metric, label]], fixed range. */
+export const CHARTS = [
+  ["Reward", "reward", "Mean reward of each training batch; it should rise. The dots are held-out evaluations: if the curve rises without them, the reward is being gamed.",
+    [["reward_mean", "reward, batch"], ["accuracy", "accuracy, batch"]]],
+  ["Groups without a difference", "share of groups", "All rewards of such a group are equal: it teaches nothing. Near 1 the prompts are too easy or too hard, or the scorer is broken.",
+    [["frac_reward_zero_std", "groups"]], [0, 1]],
+  ["Spread of rewards", "reward", "Standard deviation of the rewards within a group, on average. It falls to 0 where nothing is left to compare.",
+    [["reward_std", "deviation"]]],
+  ["Response length", "tokens", "Mean tokens of a completion. Growth towards the limit, or a fall to almost none, often games the reward.",
+    [["completions/mean_length", "mean"]]],
+  ["Cut off at the limit", "share of completions", "Completions that reached searcher.max_response_tokens. Much: raise the limit, or the answers never end.",
+    [["completions/clipped_ratio", "cut off"]], [0, 1]],
+  ["Entropy", "nats per token", "How undecided the policy is. Near 0 it answers always the same, and nothing new is found.",
+    [["entropy", "entropy"]]],
+  ["KL to the reference", "nats per response", "How far the policy has moved from its reference. A sudden rise often comes before a collapse; a fall to 0 is a reset of the reference.",
+    [["kl_to_ref", "KL"]]],
+  ["Effective sample size", "share", "1: the data is as good as fresh; towards 0: a few rollouts rule the batch, since the policy has moved away from its data.",
     [["ess", "ESS"], ["clipped_share", "clipped tokens"]], [0, 1]],
-  ["KL to the reference", "How far the policy has moved from its reference, in nats per response. A sudden rise often comes before a collapse; a fall to 0 is a reset of the reference.",
-    [["kl_to_ref", "KL"]], null, "No step has computed the reference's log-probs; some objectives do without."],
-  ["Entropy", "How undecided the policy is, in nats per token. Near 0 it answers always the same, and nothing new is found.",
-    [["entropy", "entropy"]], null],
-  ["Gradient norm", "Before clipping; the dashed line is the limit. A lasting rise is the first sign of divergence: lower the learning rate.",
-    [["grad_norm", "norm"], ["grad_norm_limit", "limit"]], null],
-  ["Loss", "The value of the objective; its level says little, a jump says that something changed.",
-    [["loss", "loss"]], null],
-  ["Groups without signal", "Share of the groups whose rewards are all equal: they teach nothing. Near 1 the prompts are too easy or too hard, or the scorer is broken.",
-    [["tied_group_share", "tied groups"]], [0, 1]],
-  ["Time of a step", "Seconds that a step took, and that it waited for data before. No waiting at all: searchers wait for the trainer.",
-    [["step_s", "step"], ["wait_s", "wait"]], null],
+  ["Lag", "steps", "Policy age of the trained rollouts. A rising mean means that searchers fall behind.",
+    [["policy_age_mean", "mean age"], ["policy_age_max", "oldest"]]],
+  ["Gradient norm", "norm", "Before clipping; the dashed line is the limit. A lasting rise is the first sign of divergence: lower the learning rate.",
+    [["grad_norm", "norm"], ["grad_norm_limit", "limit"]]],
+  ["Loss", "loss", "The value of the objective; its level says little, a jump says that something changed.",
+    [["loss", "loss"]]],
+  ["Time of a step", "seconds", "How long a step took, and waited for data before. No waiting at all: searchers wait for the trainer.",
+    [["step_s", "step"], ["wait_s", "wait"]]],
 ];
 
+const NUM_FIRST = 3;
 const NUM_BARS = 12;
 const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70 %", "80 %", "90 %", "highest"];
 
 export function overview(place) {
-  const charts = CHARTS.map(([title, howToRead, metrics, range, empty]) =>
-    [new Chart({ title, howToRead, range }), metrics, empty]);
+  const charts = CHARTS.map(([title, unit, howToRead, metrics, range]) => [new Chart({ title, unit, howToRead, range }), metrics]);
+  const grid = (some) => h("div", { class: "grid" }, some.map(([chart]) => chart.element));
   const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" });
-  place.append(numbers, h("div", { class: "grid" }, charts.map(([chart]) => chart.element)), data);
+  place.append(grid(charts.slice(0, NUM_FIRST)), numbers, grid(charts.slice(NUM_FIRST)), data);
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
     fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => [throughput(run, stats, curves), tokensAndTime(stats)]);
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
-    if (curves !== null) for (const [chart, metrics, empty] of charts) drawChart(chart, metrics, empty, run, curves);
+    if (curves !== null) for (const [chart, metrics] of charts) drawChart(chart, metrics, run, curves);
   };
   draw(state);
   const end = subscribe(draw);
   return () => { end(); for (const [chart] of charts) chart.destroy(); };
 }
 
-function drawChart(chart, metrics, empty, run, curves) {
+function drawChart(chart, metrics, run, curves) {
+  // the accuracy often lies on the reward
   const own = metrics.map(([name, label]) => ({
-    label, steps: curves.steps, values: curves.values[name] ?? [], dash: name === "grad_norm_limit" ? [6, 4] : undefined,
+    label, steps: curves.steps, values: curves.values[name] ?? [], dash: ["accuracy", "grad_norm_limit"].includes(name) ? [6, 4] : undefined,
   }));
   if (chart.options.title === "Reward") own.push(...evaluationSeries(run.evals));
   chart.draw(...align(own.filter((one) => one.values.length)),
-    empty ?? awaited("The first optimizer step is awaited."));
+    curves.steps.length ? "No step of this run has it." : awaited("The first optimizer step is awaited."));
 }
 
 function evaluationSeries(evals) {

@@ -1,9 +1,10 @@
 // One prompt: its answers under two versions, side by side.
 
 import { get } from "../api.js";
-import { emptyText, facts, fill, h, panel, table } from "../dom.js";
+import { emptyText, facts, fill, h, panel } from "../dom.js";
 import { number } from "../format.js";
 import { awaited, runKnown } from "../state.js";
+import { question } from "./rollout.js";
 import { rewardText } from "./rollouts.js";
 
 const NUM_SHOWN = 8;
@@ -28,18 +29,14 @@ function content(item, isAlive) {
   const versions = item.by_version;
   return [
     h("h2", {}, "Prompt ", h("code", {}, item.prompt_id)),
-    panel("Text", "What the model is asked, and what the scorer knows beside it.",
-      h("pre", { class: "text", tabindex: "0" }, item.text),
-      Object.keys(item.data).length ? h("pre", { class: "data", tabindex: "0" }, JSON.stringify(item.data, null, 1)) : null,
+    panel("Text", "What the model is asked: of a chat the last turn. The scorer knows the gold answer beside it.",
+      question(item.text, item.data),
       facts([["task", item.task], ["split", item.split], ["stored rollouts", number(item.num_rollouts)], ["mean reward", number(item.reward_mean)],
         ["lowest", number(item.reward_min)], ["highest", number(item.reward_max)]])),
     panel("Side by side", "Answers to this prompt by an older and a newer version: what has the training changed?",
       versions.length === 1 ? h("p", { class: "how" }, `Only version ${versions[0].version} has answered this prompt so far; order the prompts by most rollouts to find others.`) : null,
       versions.length ? h("div", { class: "grid two" }, side(item, versions[0].version, isAlive, "older"), versions.length > 1 ? side(item, versions.at(-1).version, isAlive, "newer") : null)
         : emptyText(item.split === "heldout" ? "Held-out prompts are only evaluated, and their answers are not stored; `tba evaluate RUN --compare start best` asks both versions and shows their answers side by side." : awaited("The first rollout of this prompt is awaited."))),
-    panel("By version", "The stored rollouts of this prompt by the version that made them; the mean reward should rise down the table.",
-      table("Versions", ["version", "rollouts", "scored", "mean reward"],
-        versions.map((one) => [one.version, number(one.num_rollouts), number(one.num_scored), number(one.reward_mean)]), "Nothing is stored.")),
     h("p", {}, h("a", { href: `#/rollouts?prompt_id=${encodeURIComponent(item.prompt_id)}` }, "All stored rollouts of this prompt")),
   ];
 }
@@ -61,7 +58,7 @@ function side(item, first, isAlive, name) {
       h("a", { href: `#/rollout/${one.rollout_id}` }, "details"), h("pre", { class: "text", tabindex: "0" }, one.response_text))));
   };
   const select = h("select", { id, onchange: (event) => load(event.target.value) },
-    item.by_version.map((one) => h("option", { value: one.version, selected: one.version === first }, one.version)));
+    item.by_version.map((one) => h("option", { value: one.version, selected: one.version === first }, `${one.version}: ${number(one.num_scored)} scored, mean ${number(one.reward_mean)}`)));
   load(first);
   return h("div", {}, h("p", {}, h("label", { for: id }, `The ${name} version `), select), list);
 }

@@ -2,14 +2,14 @@
 
 import { address, get } from "../api.js";
 import { fill, go, h, table } from "../dom.js";
-import { number, oneLine } from "../format.js";
+import { gold, lastTurn, number, oneLine } from "../format.js";
 import { fieldsOf } from "./rollouts.js";
 
 const PAGE = 50;
 
 export function prompts(place, { query }) {
   const names = ["order", "split", "task", "contains"];
-  const chosen = Object.fromEntries(names.map((name) => [name, query.get(name) ?? ""]));
+  const chosen = Object.fromEntries(names.map((name) => [name, query.get(name) ?? (name === "order" ? "most" : "")]));
   const result = h("div", {}, h("p", { class: "empty" }, "Asking for prompts.")), shown = [];
   const select = (name, label, choices) => h("span", {}, h("label", { for: `filter-${name}` }, label),
     h("select", { id: `filter-${name}`, name: `by-${name}` }, choices.map(([value, text]) => h("option", { value, selected: value === chosen[name] }, text))));
@@ -22,7 +22,7 @@ export function prompts(place, { query }) {
   place.append(h("h2", {}, "Prompts"),
     h("p", { class: "how" }, "What the model is asked, and the rewards of the answers that are stored now. Prompts whose lowest and highest reward are equal teach nothing."),
     h("form", { class: "filters", onsubmit: submit },
-      select("order", "Order", [["", "as uploaded"], ["worst", "lowest reward"], ["best", "highest reward"], ["most", "most rollouts"]]),
+      select("order", "Order", [["most", "most rollouts"], ["worst", "lowest reward"], ["best", "highest reward"], ["upload", "as uploaded"]]),
       select("split", "Split", [["", "any"], ["train", "train"], ["heldout", "held out"]]),
       field("task", "Task"), field("contains", "Id or text contains"), h("button", { class: "primary" }, "Show")), result);
   let after = 0, alive = true, asking = false;
@@ -30,7 +30,7 @@ export function prompts(place, { query }) {
     if (asking) return;
     asking = true;
     try {
-      const page = await get("/v1/prompts", { ...chosen, limit: PAGE, after, text_chars: 300 });
+      const page = await get("/v1/prompts", { ...chosen, limit: PAGE, after, text_chars: 2000 });
       if (!alive) return;
       shown.push(...page.prompts);
       after = page.next;
@@ -48,10 +48,10 @@ export function prompts(place, { query }) {
 }
 
 function promptTable(items) {
-  return table("Prompts", ["prompt", "mean reward", "lowest", "highest", "rollouts", "scored", "task", "split", "data"],
+  return table("Prompts", ["prompt", "gold", "mean reward", "lowest", "highest", "rollouts", "scored", "task", "split"],
     items.map((item) => [
-      h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, oneLine(item.text, 80)),
-      number(item.reward_mean), number(item.reward_min), number(item.reward_max), number(item.num_rollouts), number(item.num_scored),
-      item.task, item.split, item.data === null ? "(long)" : oneLine(JSON.stringify(item.data), 60),
-    ]), "No prompt matches; or none has been uploaded yet (`tba prompts upload`).");
+      h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, oneLine(lastTurn(item.text, item.text_cut), 80)),
+      oneLine(gold(item.data), 40), number(item.reward_mean), number(item.reward_min), number(item.reward_max), number(item.num_rollouts), number(item.num_scored),
+      item.task, item.split,
+    ]), "No prompt matches; or none has been uploaded yet (tba prompts upload).");
 }

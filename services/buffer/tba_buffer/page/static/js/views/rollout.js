@@ -1,9 +1,9 @@
 // One rollout: what was asked, what came, what it was worth, and what the trainer made of it.
 
 import { get } from "../api.js";
-import { download, facts, fill, h, panel, table } from "../dom.js";
-import { duration, number, time } from "../format.js";
-import { rewardText, rolloutTable } from "./rollouts.js";
+import { emptyText, facts, fill, h, panel, table } from "../dom.js";
+import { duration, gold, lastTurn, number, oneLine, time } from "../format.js";
+import { rewardText, trail } from "./rollouts.js";
 
 const MAX_TOKENS = 4000;
 const COLOURINGS = [["logprob", "by log-prob"], ["version", "by version"], ["advantage", "by advantage"], ["none", "plain"]];
@@ -15,13 +15,14 @@ export function rollout(place, { argument }) {
     try {
       const item = await get(`/v1/rollouts/${encodeURIComponent(argument)}`);
       if (!alive) return;
-      const group = h("div", {}, h("p", { class: "empty" }, "Asking for the other rollouts of its prompt."));
-      fill(place, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), answered(item), worth(item), trained(item),
-        panel("Its group", "The stored rollouts of the same prompt, newest first. The trainer compares them: one that is better than its group is made more likely.", group),
-        h("p", { class: "tools" }, h("button", { onclick: () => download(`${item.rollout_id}.json`, JSON.stringify(item, null, 1), "application/json") }, "Export this rollout (JSON)")));
-      // beside the rest: a run that no longer has the prompt knows no group, and still has the rollout
-      get("/v1/rollouts", { prompt_id: item.prompt_id, limit: 30, text_chars: 400 }).then(
-        (page) => { if (alive) fill(group, rolloutTable(page.rollouts)); },
+      const group = h("div", {}, emptyText("Asking for its group.")), links = h("p", { class: "tools" });
+      const isListed = trail.ids.includes(item.rollout_id);
+      if (isListed) fill(links, steps(item, trail.ids, "in the list", trail.hash));
+      fill(place, links, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), answered(item), worth(item), trained(item),
+        panel("Its group", "The rollouts that the newest step compared, those that are still stored: one that is better than the others is made more likely.", group,
+          h("p", {}, h("a", { href: `#/rollouts?prompt_id=${encodeURIComponent(item.prompt_id)}` }, "All stored rollouts of this prompt"))));
+      // beside the rest, which is there at once
+      fillGroup(group, item).then((ids) => { if (alive && ids && !isListed) fill(links, steps(item, ids, "in its group", "#/rollouts")); },
         (error) => { if (alive) fill(group, h("p", { class: "problem", role: "alert" }, error.message)); });
     } catch (error) {
       if (alive) fill(place, h("p", { class: "problem", role: "alert" }, error.message));
@@ -31,12 +32,56 @@ export function rollout(place, { argument }) {
   return () => { alive = false; };
 }
 
+/** Links to the previous and the next rollout of a list. */
+function steps(item, ids, where, hash) {
+  const at = ids.indexOf(item.rollout_id);
+  const link = (id, text) => (id ? h("a", { class: "button", href: `#/rollout/${id}` }, text) : h("span", { class: "button off" }, text));
+  return [h("a", { href: hash }, "Rollouts"), link(ids[at - 1], "← Previous"), link(ids[at + 1], "Next →"), h("span", { class: "how" }, `${at + 1} of ${ids.length} ${where}`)];
+}
+
+/** The last turn of a prompt and its gold answer; all of it, and of the scorer's data, folded. */
+export function question(text, data) {
+  const more = (title, content) => h("details", {}, h("summary", {}, title), h("pre", { class: "text", tabindex: "0" }, content));
+  const turn = lastTurn(text), answer = gold(data);
+  return [h("pre", { class: "text", tabindex: "0" }, turn),
+    answer ? facts([["gold answer", answer]]) : null,
+    turn === text ? null : more("The whole prompt, as the model reads it", text),
+    Object.keys(data ?? {}).length ? more("All data of the scorer", JSON.stringify(data, null, 1)) : null];
+}
+
 function asked(item) {
-  return panel("Prompt", "What the model was asked, and what the scorer knows beside it (such as the right answer).",
-    h("pre", { class: "text", tabindex: "0" }, item.prompt_text ?? "The run no longer has this prompt."),
-    item.prompt_data && Object.keys(item.prompt_data).length ? h("pre", { class: "data", tabindex: "0" }, JSON.stringify(item.prompt_data, null, 1)) : null,
+  return panel("Prompt", "What the model was asked: of a chat the last turn. The scorer knows the gold answer beside it.",
+    item.prompt_text === null ? emptyText("The run no longer has this prompt.") : question(item.prompt_text, item.prompt_data),
     facts([["prompt", h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_id)], ["task", item.task],
       ["tokens", number(item.num_prompt_tokens)]]));
+}
+
+/** Ids of the rollouts in the slot of the newest step that trained it. The lines of the ledger are in the order of time. */
+async function slotOf(item) {
+  const lineAt = async (after) => (await get("/v1/ledger", { after, limit: 1 })).entries[0];
+  let low = 0, high = (await get("/v1/ledger", { limit: 1 })).num_lines - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1, line = await lineAt(middle);
+    if ((line.acked_at_s ?? line.resumed_at_s) < item.trained.at(-1).at_s) low = middle + 1;
+    else high = middle;
+  }
+  const line = await lineAt(low), at = line.rollout_ids?.indexOf(item.rollout_id) ?? -1;
+  if (at < 0) return [];
+  const size = line.num_rollouts / line.slots.total, first = at - (at % size);
+  return [...new Set(line.rollout_ids.slice(first, first + size))];
+}
+
+/** Fill the panel with what a step compared; returns the ids of what is still stored. */
+async function fillGroup(place, item) {
+  if (!item.trained.length) return fill(place, emptyText("No step has compared it."));
+  const version = item.trained.at(-1).version;
+  const found = await Promise.allSettled((await slotOf(item)).map((id) => get(`/v1/rollouts/${id}`)));
+  const group = found.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  fill(place, table("The rollouts of its group", ["reward", `advantage in ${version}`, "completion", "tokens", "ended by"], group.map((one) => [
+    rewardText(one), number(one.trained.find((each) => each.version === version)?.advantage),
+    one.rollout_id === item.rollout_id ? h("b", {}, "this one") : h("a", { href: `#/rollout/${one.rollout_id}` }, oneLine(one.response_text) || "(empty)"),
+    number(one.num_response_tokens), one.finish_reason]), "None of it is stored any more."));
+  return group.map((one) => one.rollout_id);
 }
 
 function answered(item) {
@@ -83,7 +128,7 @@ function completion(item, how) {
       texts[at]));
   }
   return [h("pre", { class: "text tokens", tabindex: "0" }, nodes),
-    shown < texts.length ? h("p", { class: "how" }, `The first ${number(shown)} of ${number(texts.length)} tokens; the export has all.`) : null];
+    shown < texts.length ? h("p", { class: "how" }, `The first ${number(shown)} of ${number(texts.length)} tokens.`) : null];
 }
 
 function worth(item) {

@@ -3,8 +3,8 @@
 This package is the contract that the services share: wire formats, configuration, clients, the object store and the
 command line. It never imports torch (tests/unit/repository/test_declared_dependencies.py).
 
-In a script or a notebook, `tba.run(recipe, ...)` runs a recipe on this machine, and `tba.Run("name")` reads and steers
-a run (docs/python.md).
+In a script or a notebook, `tba.run(...)` runs a recipe, or a model with rows and reward functions, on this machine.
+`tba.Run("name")` reads and steers a run (docs/python.md).
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ num_steps = 200
 max_train_s = 280
 learning_rate = {{ kind = "constant", value = 5e-4 }}
 sync_interval = 1
+torch_num_threads = 1
 prefetch_batches = 0
 checkpoint_interval = 50
 

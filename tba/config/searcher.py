@@ -181,8 +181,8 @@ class SearcherSection(StrictModel):
     """Settings of the searchers."""
 
     num_searchers: int = Field(default=2, ge=0)
-    """Number of searcher processes that `tba run` starts. 0 makes an offline run, which only trains on `run.snapshot`,
-    without `samples_per_insert` and without evaluations."""
+    """Number of searcher processes that `tba run` starts; unset, it chooses by the machine (docs/recipes.md). 0: an
+    offline run, which only trains on `run.snapshot`, without `samples_per_insert` and without evaluations."""
     engine: Engine = "embedded"
     """Generation engine. `embedded`: transformers weights, decoded over a static KV cache with slot refill. `vllm`:
     vLLM. `openai`: a vLLM server that runs already. `simulated`: no model, to rehearse a deployment. Or an engine of
@@ -195,7 +195,7 @@ class SearcherSection(StrictModel):
     """Number of GPUs of one searcher with the engine `vllm`, each with a slice of every tensor, for models too large
     for one GPU. Otherwise one searcher per GPU generates more. On the CPU: number of processes."""
     num_slots: int = Field(default=64, ge=1)
-    """Number of completions that one engine decodes at once."""
+    """Number of completions that one engine decodes at once; unset, `tba run` chooses by the machine."""
     max_prompt_tokens: int = Field(default=64, ge=1)
     """Longer prompts are refused (counted, reported), never cut."""
     max_response_tokens: int = Field(default=64, ge=1)

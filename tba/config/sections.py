@@ -174,7 +174,8 @@ class SamplingSection(StrictModel):
     min_size_to_sample: int = Field(default=64, ge=1)
     """Draw no batch before this many scored rollouts are stored that may be drawn."""
     samples_per_insert: float | None = Field(default=None, gt=0)
-    """Target of flow control: rollouts trained / rollouts generated; none: no flow control."""
+    """Target of flow control: rollouts trained / rollouts generated; none: no flow control. Unset, `tba run` on a CPU
+    chooses 1, and one batch of error (docs/recipes.md)."""
     samples_per_insert_error: float = Field(default=512, gt=0)
     """Deviation from `samples_per_insert`, in trained rollouts, beyond which the faster side waits."""
     alternate: bool = False

@@ -188,7 +188,7 @@ class TrainerSection(StrictModel):
     """bfloat16: autocast; master weights and optimizer state stay float32. Several processes exchange weights in 16
     bits, and sum gradients in float32."""
     torch_num_threads: int = Field(default=1, ge=1)
-    """Number of torch's threads on the CPU."""
+    """Number of torch's threads on the CPU; unset, `tba run` chooses by the machine."""
     num_processes: int = Field(default=1, ge=1)
     """Number of trainer processes that `tba run` starts, one per GPU; the model is sharded over them. On several
     machines torchrun starts them, and this number is not read."""

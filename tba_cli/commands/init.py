@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
-import re
 import shlex
 from pathlib import Path
 
-from tba.config.reward import BUILT_IN_TASKS
 from tba.errors import ConfigError
 from tba_cli.console import print_answer
-from tba_cli.doctor.checks.machine import ask_torch
-from tba_cli.setup.model_recipe import Machine, model_task_files
+from tba_cli.doctor.checks.machine import this_machine
+from tba_cli.setup.model_recipe import check_task_name, model_task_files
 from tba_cli.task_files import task_files
-
-NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
 
 
 def init_command(args: argparse.Namespace) -> int:
     """Write the files, and print what to do next."""
     task = args.task
-    if not NAME.fullmatch(task):
-        raise ConfigError(
-            f"TASK {task!r} is no name of a task; take up to 41 small letters, digits, - and _, and begin with a letter"
-        )
-    if task in BUILT_IN_TASKS:
-        raise ConfigError(f"TASK {task!r} is scored by tba itself ({', '.join(BUILT_IN_TASKS)}); take another name")
+    check_task_name(task)
     if (args.model is None) != (args.data is None):
         raise ConfigError("--model and --data belong together, since a recipe is fitted to both; give both or neither")
     folder = Path(args.folder or task)
@@ -48,11 +37,3 @@ def init_command(args: argparse.Namespace) -> int:
     lines = [f"wrote {', '.join(names)}", "next:", *shown]
     print_answer({"folder": str(folder), "files": names, "next": steps}, lines, as_json=args.json)
     return 0
-
-
-def this_machine() -> Machine:
-    """Return the cores, memory and GPUs of this machine."""
-    answer, memory_bytes = ask_torch(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpus = answer["gpus"] if isinstance(answer, dict) and answer["usable"] else []
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    return Machine(len(os.sched_getaffinity(0)), memory_bytes, [total_bytes for *_, total_bytes in gpus], has_vllm)

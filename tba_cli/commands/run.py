@@ -19,6 +19,7 @@ from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
 from tba_cli.shipped_recipes import recipe_path
+from tba_cli.sizing.machine import cpu_machine, suited
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -40,8 +41,13 @@ def run_command(args: argparse.Namespace) -> int:
         if resumed is None:
             return 0
         recipe = resumed
-    elif args.fork is not None:
-        save_origin(args, recipe, folder)
+    else:
+        # a resume has what was chosen: it is in the run's recipe
+        recipe, chosen = suited(recipe, cpu_machine())
+        if chosen is not None:
+            console.info(chosen)
+        if args.fork is not None:
+            save_origin(args, recipe, folder)
     # the command that began this run, without --resume and --fresh
     words = [*this_program(), "run"] + ([] if args.recipe is None else [args.recipe])
     flags = [("--fork", args.fork), ("--run-name", args.run_name), ("--buffer", args.buffer), ("--seed", args.seed)]

@@ -2,6 +2,7 @@
 
 runs/.python/<name>/recipe.json      the recipe that names the other files
                     prompts.jsonl    the prompts
+                    <name>.toml rows.jsonl scorer.py    as of `tba init`, where the recipe was fitted to a model
                     own_<name>.py    a function that was defined in a notebook or script
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +26,17 @@ from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.config.recipe_file import explain_validation_error, read_document
 from tba.errors import ConfigError
+from tba_cli.doctor.checks.machine import this_machine
 from tba_cli.local.launch import run_folder_of
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.run_folder import RunFolder
 from tba_cli.scripting.own_functions import named
+from tba_cli.setup.model_recipe import check_task_name, model_task_files
 from tba_cli.shipped_recipes import recipe_path
 
 BESIDE = ".python"
 """A folder beside the run folders, because a run that starts over deletes everything in its own folder."""
-PROMPTS_FILE, RECIPE_FILE = "prompts.jsonl", "recipe.json"
+PROMPTS_FILE, ROWS_FILE, RECIPE_FILE = "prompts.jsonl", "rows.jsonl", "recipe.json"
 SOURCES = ("generator", "path", "sets")
 """Keys of [data] that say where prompts come from."""
 Function = Callable[..., Any]
@@ -51,19 +56,38 @@ class Inputs:
 
 
 def prepare(
-    recipe: RecipeLike,
+    recipe: RecipeLike | None,
     *,
-    objective: Function | str | None,
-    rewards: Iterable[Function | Mapping[str, Any]] | None,
-    prompts: Any,
-    sets: Sequence[str],
-    resume: bool,
-    fresh: bool,
+    model: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    lora: bool | None = None,
+    objective: Function | str | None = None,
+    rewards: Iterable[Function | Mapping[str, Any]] | None = None,
+    prompts: Any = None,
+    sets: Sequence[str] = (),
+    resume: bool = False,
+    fresh: bool = False,
 ) -> Inputs:
     """Check the arguments of `tba.run`, and write recipe, prompts and functions to files for the services."""
-    if isinstance(recipe, Mapping):
+    if (recipe is None) == (model is None) or (model is None and lora is not None):
+        raise ConfigError("give either a recipe, or model and prompts, to which one is fitted; lora goes with model")
+    files: dict[str, str] = {}
+    import_folders: list[str] = []
+    tasks: list[str] = []
+    scorers = None if rewards is None else _scorers_of(rewards, files, import_folders)
+    if recipe is None:
+        model = os.fspath(model or "")
+        task = name or re.sub("[^a-z0-9_-]+", "-", Path(model).name.lower())[:41]
+        check_task_name(task)
+        # before half a minute of measuring; these alone say where the run will be
+        stand_in = {"run": {"name": task}, "model": {"path": "."}, "data": {"generator": "addition"}}
+        place_sets = [item for item in sets if item.startswith(("run.", "local."))]
+        run_folder_of(_resolved(stand_in, place_sets)).check(resume=resume, fresh=fresh)
+        files |= _fitted(task, model, prompts, scorers=scorers, lora=lora)
+        document = tomllib.loads(files[f"{task}.toml"])
+    elif isinstance(recipe, Mapping):
         try:
-            document: dict[str, Any] = json.loads(json.dumps(recipe, default=os.fspath))
+            document = json.loads(json.dumps(recipe, default=os.fspath))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"recipe cannot be written as JSON: {error}; give values that TOML has too") from None
     else:
@@ -74,16 +98,9 @@ def prepare(
         document = read_document(Path(path))
         if objective is None and rewards is None and prompts is None:
             return Inputs(recipe=path, folder=run_folder_of(load_recipe(path, sets=sets)))
-    files: dict[str, str] = {}
-    import_folders: list[str] = []
-    tasks: list[str] = []
     # first: tasks come from the prompts
-    if prompts is not None:
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            hint = "; name one split of it" if isinstance(prompts, Mapping) else ""
-            kind = type(prompts).__name__
-            raise ConfigError(f"prompts is a {kind}; give a list of dicts, or a datasets.Dataset{hint}")
-        rows = [_checked(row, number) for number, row in enumerate(prompts)]
+    if prompts is not None and recipe is not None:
+        rows = [_checked(row, number) for number, row in enumerate(_rows_of(prompts))]
         files[PROMPTS_FILE] = "".join(f"{json.dumps(row)}\n" for row in rows)
         kept = {key: value for key, value in document.get("data", {}).items() if key not in SOURCES}
         document["data"] = {**kept, "path": PROMPTS_FILE}
@@ -93,8 +110,7 @@ def prepare(
     elif objective is not None:
         preset = _take(objective, "objective", files, import_folders)
         document["objective"] = {**document.get("objective", {}), "preset": preset}
-    if rewards is not None:
-        scorers = _scorers_of(rewards, files, import_folders)
+    if scorers is not None and recipe is not None:
         section = document.setdefault("reward", {})
         if not tasks:
             resolved = _resolved(document, sets)
@@ -104,7 +120,9 @@ def prepare(
         section["tasks"] = {**section.get("tasks", {}), **{task: {"scorers": scorers} for task in tasks}}
     folder = run_folder_of(_resolved(document, sets))
     place = _make_place(folder, resume=resume, fresh=fresh)
-    if prompts is not None:
+    if recipe is None:
+        document["data"]["sets"][0]["dataset"] = str(place / ROWS_FILE)
+    elif prompts is not None:
         document["data"]["path"] = str(place / PROMPTS_FILE)
     files[RECIPE_FILE] = json.dumps(document, indent=2) + "\n"
     for name, text in files.items():
@@ -112,6 +130,33 @@ def prepare(
     return Inputs(
         recipe=str(place / RECIPE_FILE), folder=folder, import_folders=[str(place), *dict.fromkeys(import_folders)]
     )
+
+
+def _fitted(task: str, model: str, prompts: Any, **given: Any) -> dict[str, str]:
+    """Return the files of `tba init --model --data`, with a recipe that fits model, rows and machine."""
+    lines = []
+    for number, row in enumerate(_rows_of(prompts)):
+        try:
+            lines.append(f"{json.dumps(dict(row), allow_nan=False)}\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"prompts[{number}] cannot be written as JSON ({error}); leave the value out") from None
+    if not lines:
+        raise ConfigError("prompts holds no rows; give at least two")
+    with tempfile.TemporaryDirectory(prefix="tba-inputs-") as place:
+        path = Path(place) / ROWS_FILE
+        path.write_text("".join(lines), encoding="utf-8")
+        try:
+            return model_task_files(task, model, path, this_machine(), **given)
+        except ConfigError as error:
+            pattern = rf"file {re.escape(str(path))}, line (\d+)"
+            raise ConfigError(re.sub(pattern, lambda at: f"prompts[{int(at[1]) - 1}]", str(error))) from None
+
+
+def _rows_of(prompts: Any) -> Iterable[Any]:
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        hint = "; name one split of it" if isinstance(prompts, Mapping) else ""
+        raise ConfigError(f"prompts is a {type(prompts).__name__}; give a list of dicts, or a datasets.Dataset{hint}")
+    return prompts
 
 
 def _resolved(document: dict[str, Any], sets: Sequence[str]) -> Recipe:
@@ -143,8 +188,7 @@ def _take(function: Function, what: str, files: dict[str, str], import_folders: 
     found = named(function, what=what)
     if found.source is not None and files.setdefault(found.file_name, found.source) != found.source:
         raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
-    if found.import_folder is not None:
-        import_folders.append(found.import_folder)
+    import_folders += found.import_folders
     return found.path
 
 

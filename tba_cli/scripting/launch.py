@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: RecipeLike,
+    recipe: RecipeLike | None = None,
     objective: Function | str | None = None,
     rewards: Iterable[Function | Mapping[str, Any]] | None = None,
     prompts: Prompts | None = None,
@@ -37,8 +38,14 @@ def run(
     fresh: bool = False,
     resume: bool = False,
     progress: bool = True,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    steps: int | None = None,
+    lora: bool | None = None,
 ) -> Run:
     """Run a recipe as `tba run` does, and wait for its end. Ctrl-C, or the interrupt of a notebook, stops it cleanly.
+
+    Without a recipe, `model` and `prompts` get the one that `tba init --model --data` writes for them.
 
     Errors name the flags of `tba run`, which are arguments here: --fresh is `fresh=True`.
 
@@ -53,12 +60,16 @@ def run(
             `(prompts, completions, **columns)` as in TRL (docs/rewards.md), or dicts as the recipe has them
             (`{"kind": "format", "pattern": "####", "gate": 1.0}`). The reward is their weighted sum.
         prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts or
-            a `datasets.Dataset`.
+            a `datasets.Dataset`. With `model`, rows as TRL has them: `prompt` is a text or messages, and the functions
+            of `rewards` get the other columns. Without `rewards`, the column `answer` decides the scorer.
         sets: overrides, such as "trainer.num_steps=50".
-        name: the name of the run, instead of `run.name` of the recipe.
+        name: the name of the run, instead of `run.name` of the recipe, or of the model.
         fresh: delete the run of this name first.
         resume: continue the run of this name; give the same arguments again.
         progress: show what `tba run` shows; without it nothing is printed.
+        model: without a recipe: a folder in Hugging Face format, or ORG/NAME on the hub.
+        steps: optimizer steps, with an evaluation after each third; None: as the recipe says.
+        lora: with `model`: train an adapter, or all weights; None: all weights where they fit into memory.
 
     Returns:
         The run, done or interrupted. After an interrupt, the same call with `resume=True` continues it.
@@ -71,10 +82,24 @@ def run(
     Examples:
         >>> run = tba.run("quickstart", name="first", sets=["trainer.num_steps=100"])
         >>> print(run.summary().text)
+        >>> run = tba.run(model="org/chat-model", prompts=rows, rewards=[contains], steps=60)
     """
     all_sets = [*sets, *([] if name is None else [f"run.name={json.dumps(name)}"])]
+    if steps is not None:
+        all_sets = [f"trainer.num_steps={steps}", f"eval.every_steps={max(1, steps // 3)}", *all_sets]
+    if model is not None and progress:
+        print("measuring rows and model, which takes about half a minute", flush=True)
     inputs = prepare(
-        recipe, objective=objective, rewards=rewards, prompts=prompts, sets=all_sets, resume=resume, fresh=fresh
+        recipe,
+        model=model,
+        name=name,
+        lora=lora,
+        objective=objective,
+        rewards=rewards,
+        prompts=prompts,
+        sets=all_sets,
+        resume=resume,
+        fresh=fresh,
     )
     words = ["run", inputs.recipe, *(word for item in all_sets for word in ("--set", item))]
     words += ["--fresh"] if fresh else []

@@ -1,21 +1,22 @@
 """Make functions of a script or notebook importable by the services, which are other processes.
 
 A function of a module is imported from there. A function of a notebook or script is written, as source and never
-pickled, into a module of its own. If it uses other names of the notebook, importing or calling it fails.
+pickled, into a module of its own, with the imports that it uses. Any other name from outside of it is refused.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import site
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from tba.errors import ConfigError
@@ -37,8 +38,8 @@ class NamedFunction:
     """MODULE:NAME."""
     source: str | None = None
     """Content of MODULE.py, if it has to be written."""
-    import_folder: str | None = None
-    """Folder of its module; None if every Python here finds the module."""
+    import_folders: tuple[str, ...] = ()
+    """Folders of its module, or of those that it imports, unless every Python here finds them."""
 
     @property
     def file_name(self) -> str:
@@ -55,13 +56,8 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
             "the recipe as 'module:name'"
         )
     if _is_importable(function):
-        file = Path(sys.modules[function.__module__].__file__ or "").resolve()
-        folder = str(file.parents[function.__module__.count(".") + (file.name == "__init__.py")])
-        # in front of the path, installed packages would hide the standard library
-        installed = (*sysconfig.get_paths().values(), site.getusersitepackages())
-        is_installed = folder in {str(Path(place).resolve()) for place in installed}
         path = f"{function.__module__}:{function.__qualname__}"
-        return NamedFunction(path, import_folder=None if is_installed else folder)
+        return NamedFunction(path, import_folders=_folders_of(function.__module__))
     name = function.__name__
     try:
         source = textwrap.dedent(inspect.getsource(function))
@@ -74,15 +70,55 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise ConfigError(f"{what}: {name!r} is not defined by a `def` of its own; write one")
     where = "a notebook or script" if function.__module__ == "__main__" else f"module {function.__module__}"
-    return NamedFunction(f"{PREFIX}{name}:{name}", source=HEAD.format(name=name, where=where) + source)
+    head, lines, folders = HEAD.format(name=name, where=where), list[str](), list[str]()
+    for outer, value in _from_outside(function, head + source):
+        if isinstance(value, ModuleType):
+            lines.append(f"import {value.__name__} as {outer}\n")
+            folders += _folders_of(value.__name__)
+        elif _is_importable(value) and "." not in value.__qualname__:
+            lines.append(f"from {value.__module__} import {value.__qualname__} as {outer}\n")
+            folders += _folders_of(value.__module__)
+        else:
+            raise ConfigError(
+                f"{what}: {name!r} uses {outer!r}, which is defined outside of it, and it runs in another process; "
+                "define that inside of it, or put both into a .py file and import the function from there"
+            )
+    text = head + "".join(lines) + "\n\n" * bool(lines) + source
+    return NamedFunction(f"{PREFIX}{name}:{name}", source=text, import_folders=tuple(dict.fromkeys(folders)))
 
 
-def _is_importable(function: FunctionType) -> bool:
-    """Return whether importing its module gives this function; False for a script, which would run once more."""
-    module = sys.modules.get(function.__module__)
-    if module is None or function.__module__ == "__main__" or getattr(module, "__file__", None) is None:
+def _from_outside(function: FunctionType, source: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of everything but builtins that the function's source reads from outside of it."""
+    codes = [compile(source, "own", "exec")]
+    for code in codes:  # functions and comprehensions in it are added meanwhile
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    read = {step.argval for step in steps if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    around = {**function.__globals__, **{name: cell.cell_contents for name, cell in cells}}
+    return ((name, around[name]) for name in sorted(read & around.keys() - {function.__name__, "__name__"}))
+
+
+def _is_importable(value: Any) -> bool:
+    """Return whether importing its module gives this value; False for a script, which would run once more."""
+    name = getattr(value, "__module__", None)
+    module = sys.modules.get(name or "")
+    has_file = getattr(module, "__file__", None) is not None or name in sys.builtin_module_names
+    if module is None or name == "__main__" or not has_file:
         return False
     found: Any = module
-    for part in function.__qualname__.split("."):
+    for part in getattr(value, "__qualname__", "<none>").split("."):
         found = getattr(found, part, None)
-    return found is function
+    return found is value
+
+
+def _folders_of(module: str) -> tuple[str, ...]:
+    """Return the folder from which a module is imported; nothing if every Python here finds it."""
+    if (name := getattr(sys.modules[module], "__file__", None)) is None:
+        return ()
+    file = Path(name).resolve()
+    folder = str(file.parents[module.count(".") + (file.name == "__init__.py")])
+    # in front of the path, installed packages would hide the standard library
+    places = (site.getusersitepackages(), str(sysconfig.get_config_var("DESTSHARED")))
+    installed = (*sysconfig.get_paths().values(), *places)
+    return () if folder in {str(Path(place).resolve()) for place in installed} else (folder,)

@@ -1,4 +1,4 @@
-"""The files that `tba init --model --data` writes: a recipe that fits rows, model and machine, and a scorer if needed.
+"""The files of `tba init --model --data`, also for `tba.run(model=...)`: a recipe that fits, and a scorer if needed.
 
 Each number follows from the rows, the model or the machine, and its comment says how.
 """
@@ -10,15 +10,15 @@ import math
 import re
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tba.config import parse_recipe
+from tba.config import Recipe, parse_recipe
 from tba.config.recipe_file import HUB_MODEL
+from tba.config.reward import BUILT_IN_TASKS
 from tba.errors import ConfigError
 from tba_cli.artifacts.huggingface import shape_on_hub
 from tba_cli.child_processes import ask_program
@@ -27,9 +27,11 @@ from tba_cli.prompts.reader import prompts_of
 from tba_cli.prompts.sources import Row, jsonl_rows
 from tba_cli.sizing.estimate import DTYPE_BYTES, estimate
 from tba_cli.sizing.gpu_layout import GIB, gpu_layout, misfits
+from tba_cli.sizing.machine import Machine
 from tba_cli.sizing.model_shape import ModelShape, shape_of_folder
 
 CONVERT = "tba_cli.starter_models.convert"
+NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "completion")
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.[0-9]+|(?<=[0-9])|\.[0-9]+)", re.ASCII)
@@ -60,25 +62,37 @@ def _words(text: str) -> str:
     found = re.findall(r"-?\d+(?:\.\d+)?|\w+|[^\w\s.,;:!?'\"()]", text.casefold())
     return " ".join(["", *(found or text.split()), ""])
 '''
+Scorers = Sequence[Mapping[str, Any]]
 quoted = partial(json.dumps, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The cores, memory and GPUs (the memory of each) that a run may use."""
+def check_task_name(task: str) -> None:
+    """Raise ConfigError unless a new task can have this name."""
+    if not NAME.fullmatch(task):
+        raise ConfigError(
+            f"{task!r} is no name of a task; take up to 41 small letters, digits, - and _, and begin with a letter"
+        )
+    if task in BUILT_IN_TASKS:
+        raise ConfigError(f"task {task!r} is scored by tba itself ({', '.join(BUILT_IN_TASKS)}); take another name")
 
-    num_cores: int
-    memory_bytes: int
-    gpu_bytes: Sequence[int] = ()
-    has_vllm: bool = False
 
-
-def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dict[str, str]:
+def model_task_files(
+    task: str,
+    model: str,
+    data: Path,
+    machine: Machine,
+    *,
+    scorers: Scorers | None = None,
+    lora: bool | None = None,
+) -> dict[str, str]:
     """Return name and text of every file of a task for this model and these rows.
 
     Args:
         model: folder in Hugging Face format, or ORG/NAME on the hub.
-        data: JSONL file of rows in TRL's format, with a prompt and a gold answer each.
+        data: JSONL file of rows in TRL's format, with a prompt each. Without `scorers` each has a gold answer too.
+        scorers: as a recipe has them. They get every other column, and as in TRL messages of prompt and response if
+            the prompts are messages. None: one that reads the gold answers.
+        lora: whether to train an adapter; None: where training all weights does not fit.
 
     Raises:
         ConfigError: a row, the model, or the length of a prompt does not fit; or the hub is not reached.
@@ -86,10 +100,10 @@ def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dic
     rows = list(jsonl_rows(data))
     if not rows:
         raise ConfigError(f"--data {data} holds no rows")
-    column, gold_column, golds = _columns(rows)
+    columns = column, _, golds = _columns(rows, needs_gold=scorers is None)
     with _model_of(model) as (path, folder, shape):
         text = _text(column, [row.values.get(column) for row in rows], folder)
-        kind, source = _source(task, text, golds, gold_column)
+        kind, source = _source(task, text, rows, columns, scorers)
         draft: dict[str, Any] = tomllib.loads(source)
         draft["data"]["sets"][0]["dataset"], draft["data"]["num_heldout"] = str(data), 1
         draft |= {"run": {"name": task}, "model": {"path": str(folder)}}
@@ -97,7 +111,7 @@ def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dic
         texts = json.dumps([*(prompt.text for prompt in prompts), *golds])
         measured = ask_program(CONVERT, ["check", str(folder)], texts=texts)
     tokens, room = measured["text_tokens"][: len(prompts)], measured["max_length_tokens"] or 2**31
-    longest, longest_gold = max(tokens), max(measured["text_tokens"][len(prompts) :])
+    longest, longest_gold = max(tokens), max(measured["text_tokens"][len(prompts) :], default=0)
     if longest + 16 > room:
         raise ConfigError(
             f"the longest prompt has {longest} tokens, and {model} takes {room} of a prompt with its response; shorten "
@@ -114,7 +128,23 @@ def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dic
     if measured["endless"]:
         lengths += f"tasks.{task}.stop = [{quoted(measured['endless'])}] # ends a turn, and no sequence\n"
     recipe_text = partial(_recipe_text, task, path, shape, machine, len(prompts), source, lengths)
-    recipe = parse_recipe(tomllib.loads(recipe_text("", has_lora=False)), where="the new recipe")
+    why = "as asked"
+    if lora is None:
+        recipe = parse_recipe(tomllib.loads(recipe_text("", has_lora=False)), where="the new recipe")
+        fits, why = _fits(recipe, shape, machine)
+        lora = not fits
+    why = f"{'LoRA' if lora else 'all weights'}: {why}"
+    found = {f"{task}.toml": recipe_text(why, has_lora=lora), "rows.jsonl": data.read_bytes().decode()}
+    if kind == "python" and scorers is None:
+        gold, example = golds[0], {"task": task, "prompt": prompts[0].text, "data": {"answer": golds[0]}}
+        shown = {gold: 1.0, f"The answer is {gold}.": 1.0, f"{gold} or not": 0.5, "": 0.0}
+        examples = [{**example, "response": response, "expected": expected} for response, expected in shown.items()]
+        found |= {"scorer.py": SCORER, "examples.jsonl": "".join(f"{json.dumps(row)}\n" for row in examples)}
+    return found
+
+
+def _fits(recipe: Recipe, shape: ModelShape, machine: Machine) -> tuple[bool, str]:
+    """Return whether all weights can be trained on this machine, and why."""
     files = {"config": recipe.model_dump_json(), "model": json.dumps(shape.config)}
     peak_bytes = ask_program("tba_trainer.memory_trace", **files)["peak_bytes"]
     if machine.gpu_bytes:
@@ -125,28 +155,26 @@ def model_task_files(task: str, model: str, data: Path, machine: Machine) -> dic
         needs, half = estimate(recipe, shape), machine.memory_bytes // 2
         searchers = recipe.searcher.num_searchers * (needs.weights_bytes + needs.kv_cache_bytes)
         fits, where = peak_bytes + searchers <= half, f"half of {machine.memory_bytes / GIB:.0f} GiB"
-    why = f"{'all weights' if fits else 'LoRA'}: to train all takes {peak_bytes / GIB:.1f} GiB (traced), of {where}"
-    found = {f"{task}.toml": recipe_text(why, has_lora=not fits), "rows.jsonl": data.read_bytes().decode()}
-    if kind == "python":
-        gold, example = golds[0], {"task": task, "prompt": prompts[0].text, "data": {"answer": golds[0]}}
-        shown = {gold: 1.0, f"The answer is {gold}.": 1.0, f"{gold} or not": 0.5, "": 0.0}
-        examples = [{**example, "response": response, "expected": expected} for response, expected in shown.items()]
-        found |= {"scorer.py": SCORER, "examples.jsonl": "".join(f"{json.dumps(row)}\n" for row in examples)}
-    return found
+    return fits, f"to train all takes {peak_bytes / GIB:.1f} GiB (traced), of {where}"
 
 
-def _columns(rows: Sequence[Row]) -> tuple[str, str, list[str]]:
+def _columns(rows: Sequence[Row], *, needs_gold: bool) -> tuple[str, str, list[str]]:
     """Return the columns of prompts and gold answers, by the first row, and all gold answers as texts."""
     found, golds = [], []
     for what, known in (("prompt", PROMPT_COLUMNS), ("gold answer", GOLD_COLUMNS)):
-        if not (names := [name for name in known if name in rows[0].values]):
+        names = [name for name in known if name in rows[0].values]
+        if not names and (needs_gold or what == "prompt"):
             has = ", ".join(rows[0].values)
             raise ConfigError(f"{rows[0].where}: no column is a {what} ({', '.join(known)}); rename one of {has}")
-        found.append(names[0])
+        found += names[:1] or [""]
     for row in rows:
         turns = row.values.get(found[0])
         if isinstance(turns, list) and turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
             raise ConfigError(f"{row.where}: {found[0]!r} ends with a turn of the assistant; take the answer out of it")
+        if not needs_gold:
+            # for the length of a response alone: what a gold answer is, the scorers know
+            golds += [str(gold)] if isinstance(gold := row.values.get(found[1]), str | int | float) else []
+            continue
         try:
             golds.append(column_text(row.values, found[1]))
         except RowError as error:
@@ -156,11 +184,14 @@ def _columns(rows: Sequence[Row]) -> tuple[str, str, list[str]]:
     return found[0], found[1], golds
 
 
-def _source(task: str, text: str, golds: Sequence[str], column: str) -> tuple[str, str]:
-    """Return the kind of scorer that reads the gold answers, and the recipe's lines about rows and scorer."""
-    num_marked, answer = sum("####" in gold for gold in golds), quoted(column)
+def _source(
+    task: str, text: str, rows: Sequence[Row], columns: tuple[str, str, list[str]], scorers: Scorers | None
+) -> tuple[str, str]:
+    """Return the kind of scorer that reads the gold answers, and the recipe's lines about rows and scorers."""
+    column, gold_column, golds = columns
+    num_marked, answer = sum("####" in gold for gold in golds), quoted(gold_column)
     ends = [gold.rpartition("####")[2].strip() for gold in golds]
-    if num_marked in (0, len(golds)) and all(map(NUMBER.fullmatch, ends)):
+    if golds and num_marked in (0, len(golds)) and all(map(NUMBER.fullmatch, ends)):
         kind, setting = "last_number", ""
         why = 'every gold answer is a number: the last one of a response counts, as in "7 + 5 = 12."'
         if num_marked:
@@ -171,18 +202,35 @@ def _source(task: str, text: str, golds: Sequence[str], column: str) -> tuple[st
     else:
         kind, setting = "python", ', function = "scorer:score"'
         why = "gold answers are free text: scorer.py says what is right; change it, and examples.jsonl with it"
+    data, shown = f"answer = {answer}", f'{{ kind = "{kind}"{setting} }}'
+    if scorers is not None:
+        first = rows[0].values
+        keys = {name: name for name in first if name != column}
+        # the scorers get messages, as in TRL
+        keys |= {"prompt": column} if isinstance(first[column], list) else {}
+        data = ", ".join(f"{quoted(key)} = {quoted(name)}" for key, name in keys.items())
+        why, shown = "as given", ", ".join(map(_toml, scorers))
     lines = f"""\
 [[data.sets]]
 task = "{task}"
-dataset = "rows.jsonl" # a copy, with {len(golds):,} rows
+dataset = "rows.jsonl" # a copy, with {len(rows):,} rows
 {text}
-data = {{ answer = {answer} }}
+data = {{ {data} }}
 
 [reward.tasks.{task}]
 # {why}
-scorers = [{{ kind = "{kind}"{setting} }}]
+scorers = [{shown}]
 """
     return kind, lines
+
+
+def _toml(value: Any) -> str:
+    """Return a JSON value as TOML in one line, without nulls."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{quoted(key)} = {_toml(each)}' for key, each in value.items() if each is not None)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return quoted(value)
 
 
 @contextmanager
@@ -242,15 +290,15 @@ def _recipe_text(
     dtype = dtype if dtype in DTYPE_BYTES else "float32"
     is_small, num_heldout = shape.num_params < 1e9, max(1, min(256, num_prompts // 5))
     temperature = "0.7 # below 1B parameters samples at 1.0 ramble" if is_small else "1.0 # as TRL and verl"
-    num_train, gpus, half = num_prompts - num_heldout, len(machine.gpu_bytes), max(1, machine.num_cores // 2)
+    num_train, gpus = num_prompts - num_heldout, len(machine.gpu_bytes)
     prompts, group, where = (32, 8, "a GPU") if gpus else (8, 4, "a CPU")
     prompts = min(prompts, num_train)
     num_steps = max(60, min(400, math.ceil(3 * num_train / prompts)))
     rate, others = next((rate, others) for most, rate, others in RATES if shape.num_params <= most)
-    num_searchers, searchers_why = min(4, half), f"half of {machine.num_cores} cores, at most 4"
+    num_searchers, searchers_why = machine.num_searchers, f"half of {machine.num_cores} cores, at most 4"
     searcher = layout = ""
     trainer = "micro_batch_tokens = 4096 # of one pass; more are no faster on a CPU\n"
-    trainer += f"torch_num_threads = {half} # half of {machine.num_cores} cores\n"
+    trainer += f"torch_num_threads = {machine.num_threads} # half of {machine.num_cores} cores\n"
     if gpus:
         num_searchers, searchers_why = max(1, gpus - 1), "one for each GPU but the trainer's, at least one"
         searcher = 'device = "cuda"\n'

@@ -27,6 +27,7 @@ from tba_cli.run_folder import RunFolder
 from tba_cli.scripting import Run
 from tests.support.buffer import SERVICE_PATHS
 from tests.support.e2e import ENDLESS, tiny_sections
+from tests.support.tiny_reward_models import save_chat_model
 from tests.support.waits import DEADLINE_S, until
 
 NUM_STEPS, BATCH_ROLLOUTS = 20, 16
@@ -104,6 +105,21 @@ def test_a_run_is_made_with_what_the_script_has(finished: Run, place: Path):
         assert [part.name for part in rollout.reward_parts or []] == ["by_length", "format"]
     # an objective of one's own has no advantages that the trainer knows of
     assert "advantage_abs_mean" not in finished.metrics()
+
+
+def test_model_rows_and_a_function_are_enough(place: Path):
+    def shorter(completions: list[list[dict[str, str]]], most: list[int], **columns: Any) -> list[float]:
+        return [1 - len(turns[0]["content"]) / each for turns, each in zip(completions, most, strict=True)]
+
+    rows = [{"prompt": [{"role": "user", "content": f"Say {n}"}], "most": 99} for n in range(20)]
+    model = str(save_chat_model(place / "chat"))
+    # the numbers are for real models
+    sets = ["searcher.max_response_tokens=8", "trainer.micro_batch_tokens=512", "eval.every_steps=2"]
+    with tba.run(model=model, prompts=rows, rewards=[shorter], steps=2, lora=False, sets=sets, progress=False) as run:
+        assert (run.path, run.info.state, run.info.step) == (place / "runs" / "chat", "done", 2)
+        assert len(run.metrics()["reward_mean"]) == 2
+        rollout = next(run.rollouts(status="scored"))
+        assert rollout.reward == pytest.approx(1 - len(rollout.response_text) / 99)
 
 
 def test_an_ended_run_becomes_tables(finished: Run, tmp_path: Path):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tba.config.reward import ModelScorerSpec
 from tba.errors import ConfigError
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.sizing.gpu_layout import GIB, named_gpus
+from tba_cli.sizing.machine import Machine, cpu_machine
 
 MIN_FREE_BYTES = 1 * GIB
 MIN_SHM_BYTES = 1 * GIB
@@ -149,6 +151,14 @@ def ask_torch(devices: Sequence[str] = ()) -> dict[str, Any] | str:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     # the last line: torch and its plugins may print before it
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def this_machine() -> Machine:
+    """Return the cores, memory and GPUs that a run may use here."""
+    answer = ask_torch()
+    gpus = answer["gpus"] if isinstance(answer, dict) and answer["usable"] else []
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    return replace(cpu_machine(), gpu_bytes=[total_bytes for *_, total_bytes in gpus], has_vllm=has_vllm)
 
 
 def check_disk(target: Target) -> Iterator[CheckResult]:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from tba_trainer.memory_trace import __main__ as memory_trace
 
@@ -20,6 +21,7 @@ from tba_cli import child_processes
 from tba_cli.commands import init
 from tba_cli.main import main
 from tba_cli.prompts.reader import prompts_of
+from tba_cli.scripting import inputs
 from tba_cli.setup.model_recipe import SCORER, Machine, model_task_files
 from tba_cli.sizing.gpu_layout import GIB
 from tba_cli.starter_models.convert import chat_texts, check
@@ -52,6 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(child_processes, "run_program", run_here)
     monkeypatch.setattr(init, "this_machine", lambda: LAPTOP)
+    monkeypatch.setattr(inputs, "this_machine", lambda: LAPTOP)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -101,6 +104,46 @@ def test_a_recipe_fits_rows_and_model_and_passes_every_check(name: str, model: s
         assert main(shown := ["score", "examples.jsonl", "--recipe", "mine.toml"]) == 0
         assert document["next"][0] == f"tba {' '.join(shown)}"
     assert len(document["next"]) == 2 + (name == "text")
+
+
+def from_python(model: str, rows: Any, **given: Any) -> Recipe:
+    """Return the recipe that `tba.run(model=..., prompts=rows, name="mine", ...)` runs."""
+    return load_recipe(inputs.prepare(None, model=model, prompts=rows, name="mine", **given).recipe)
+
+
+@pytest.mark.parametrize("name", ["numbers", "text"])
+def test_a_run_from_python_has_the_recipe_of_tba_init(name: str, model: str) -> None:
+    recipe = fitted(model, ROWS[name])[1].model_dump(mode="json")
+    found = from_python(model, datasets.Dataset.from_list(ROWS[name])).model_dump(mode="json")
+    place = Path("runs/.python/mine").absolute()
+    assert found["data"]["sets"][0].pop("dataset") == str(place / "rows.jsonl")
+    assert recipe["data"]["sets"][0].pop("dataset") == "rows.jsonl"
+    assert found == recipe
+    assert (place / "scorer.py").exists() == (name == "text")
+
+
+def test_rewards_from_python_get_every_column_and_messages_as_in_trl(model: str) -> None:
+    def near(prompts, completions, answer, **columns):
+        return [float(answer)]
+
+    form = {"kind": "format", "pattern": 'a "b"', "unreadable": 0.0, "gate": 1.0}
+    rows = [{**row, "hard one": number, "answer": [row["answer"]]} for number, row in enumerate(SUMS)]
+    recipe = from_python(model, rows, rewards=[near, form], lora=True)
+    written = recipe.reward.tasks["mine"].scorers
+    assert [spec.part for spec in written] == ["near", "format"]
+    assert written[1].model_dump(mode="json", include=set(form)) == form
+    prompt, row = next((one, row) for one in prompts_of(recipe) for row in rows if row["answer"] == one.data["answer"])
+    assert prompt.data == row
+    assert (recipe.model.lora is not None, recipe.trainer.learning_rate.value) == (True, 2e-4)
+    # without gold answers nothing is compared with them, and plain text stays text
+    recipe = from_python(model, [{"prompt": f"Say {n}"} for n in range(8)], rewards=[near], lora=False, fresh=True)
+    assert (recipe.model.lora, prompts_of(recipe)[0].data) == (None, {})
+
+
+def test_what_does_not_fit_is_named_by_its_place_in_the_list(model: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^prompts\[{NUM_ROWS}\]: column 'answer' is missing"):
+        from_python(model, [*SUMS, {"prompt": user("a")}])
+    assert not Path("runs").exists()
 
 
 def fitted(model: str, rows: list[dict[str, Any]], machine: Machine = LAPTOP) -> tuple[str, Recipe]:

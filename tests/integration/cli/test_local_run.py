@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -132,7 +133,15 @@ def test_a_trainer_that_is_killed_stops_the_run_with_the_way_to_resume_it(place)
 
 
 def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
-    assert place.run("--seed", "5", FAKE_TRAINER="die-at-2").returncode == 1
+    died = place.run("--seed", "5", FAKE_TRAINER="die-at-2")
+    assert died.returncode == 1
+    # the recipe sets num_searchers alone; a resume elsewhere has the numbers of the machine where the run began
+    assert re.search(r"^this machine: .* searcher.num_slots = 64, sampling.samples_per_insert = 1, ", died.stdout, re.M)
+    assert "num_searchers" not in died.stdout
+    recipe = json.loads((place.folder / "recipe.json").read_text())
+    assert recipe["sampling"]["samples_per_insert"] == 1.0
+    recipe["searcher"]["num_slots"] = 63
+    (place.folder / "recipe.json").write_text(json.dumps(recipe))
     for words in (["--seed", "6"], ["--set", "run.seed=6"]):
         assert "run.seed was 5 when run 'demo' began, and cannot become 6" in place.refused("--resume", *words).stderr
     set_path = place.refused("--resume", "--set", "data.path=other.jsonl")
@@ -141,7 +150,9 @@ def test_resume_keeps_the_recipe_of_the_start_except_what_is_set(place):
     fewer = place.run("--resume", "--set", "trainer.num_steps=1")
     assert (fewer.returncode, "has made 2 steps, and trainer.num_steps is 1" in fewer.stderr) == (2, True), fewer.stderr
     assert "resume with" not in fewer.stderr, "the same would be refused again"
-    assert place.run("--resume", "--set", "trainer.num_steps=8").returncode == 0
+    resumed = place.run("--resume", "--set", "trainer.num_steps=8")
+    assert (resumed.returncode, "this machine" in resumed.stdout) == (0, False)
+    assert json.loads((place.folder / "config.json").read_text())["searcher"]["num_slots"] == 63
     assert place.summary()["steps"] == 8
     assert place.summary()["seed"] == 5
     # the run is finished now: more steps are made, and everything else is refused

@@ -6,13 +6,16 @@ import functools
 import importlib.util
 import json
 import linecache
+import math
 import re
+import statistics
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import datasets
 import pytest
@@ -37,8 +40,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def prepared(recipe: Any = "quickstart", **given: Any) -> Inputs:
-    values = {"objective": None, "rewards": None, "prompts": None, "sets": [], "resume": False, "fresh": False}
-    return prepare(recipe, **(values | given))
+    return prepare(recipe, **given)
 
 
 def test_a_recipe_alone_is_passed_on_as_it_is():
@@ -117,6 +119,13 @@ def test_rows_of_the_kinds_that_people_have(rows: Any):
         ({"rewards": lambda prompts: []}, "give a list of them"),
         ({"rewards": [{"kind": "no"}]}, "reward.tasks"),
         ({"objective": "no_such_preset"}, "objective.preset"),
+        ({"recipe": None, "prompts": ROWS}, "give either a recipe, or model and prompts"),
+        ({"model": "m"}, "give either a recipe, or model and prompts"),
+        ({"lora": True}, "lora goes with model"),
+        ({"recipe": None, "model": "m"}, "prompts is a NoneType; give a list of dicts"),
+        ({"recipe": None, "model": "m", "prompts": ROWS, "name": "math"}, "is scored by tba itself"),
+        ({"recipe": None, "model": "m", "prompts": []}, "prompts holds no rows"),
+        ({"recipe": None, "model": "m", "prompts": [{"prompt": "a", "x": {1}}]}, r"prompts\[0\] cannot be written"),
         ({"recipe": "no_such"}, "no recipe that ships with tba"),
         ({"recipe": {"run": {"name": {1}}}}, "recipe cannot be written as JSON"),
     ],
@@ -178,16 +187,16 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "python.md").read_text()
 
 
-def test_the_functions_of_the_page_are_taken():
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def contains" in text]
-    namespace: dict[str, Any] = {"__name__": "__main__", "pairs": [("a+b=", "a"), ("c+d=", "c")]}
+def test_the_function_of_the_page_is_written_with_its_imports(tmp_path: Path):
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def right" in text]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
     source = block.partition("run = tba.run")[0]
     linecache.cache["<page>"] = (len(source), None, source.splitlines(keepends=True), "<page>")
     exec(compile(source, "<page>", "exec"), namespace)
-    contains, objective, prompts = (namespace[name] for name in ("contains", "policy_gradient", "prompts"))
-    inputs = prepared(rewards=[contains], objective=objective, prompts=prompts)
-    recipe = load_recipe(inputs.recipe)
-    assert (list(recipe.reward.tasks), recipe.objective.preset) == (["words"], "own_policy_gradient:policy_gradient")
+    assert len(block.splitlines()) <= 20
+    rows, right = namespace["rows"], imported(named(namespace["right"], what="rewards[0]"), tmp_path)
+    answers = [[{"role": "assistant", "content": text}] for text in ("0 + 0 = 0.", "It is 2.", "")]
+    assert right(answers, [row["answer"] for row in rows[:3]]) == [1.0, 0.0, 0.0]
 
 
 def in_notebook(source: str, name: str = "f", **outside: Any) -> Callable[..., Any]:
@@ -219,11 +228,11 @@ def test_a_function_of_a_module_is_named_by_it():
     found = named(at_the_top, what="objective")
     assert found.path == f"{__name__}:at_the_top"
     assert found.source is None
-    assert found.import_folder == str(Path(__file__).resolve().parents[len(__name__.split(".")) - 1])
+    assert found.import_folders == (str(Path(__file__).resolve().parents[len(__name__.split(".")) - 1]),)
     # every Python finds an installed package: its folder would hide the standard library
-    assert named(pytest.approx, what="objective").import_folder is None
+    assert named(pytest.approx, what="objective").import_folders == ()
     found = named(json.loads, what="objective")
-    assert (found.path, found.import_folder) == ("json:loads", None)
+    assert (found.path, found.import_folders) == ("json:loads", ())
 
 
 def test_a_function_of_a_notebook_is_written_and_does_the_same(tmp_path: Path):
@@ -240,21 +249,43 @@ def test_a_function_of_a_notebook_is_written_and_does_the_same(tmp_path: Path):
         '''
     )
     found = named(function, what="objective")
-    assert (found.path, found.file_name, found.import_folder) == ("own_f:f", "own_f.py", None)
+    assert (found.path, found.file_name, found.import_folders) == ("own_f:f", "own_f.py", ())
     again = imported(found, tmp_path)
     assert again([3, 0.5]) == function([3, 0.5]) == [12, 6]
 
 
-def test_a_name_from_outside_is_an_error_of_the_import_or_of_the_first_call(tmp_path: Path):
-    defaults = in_notebook("def f(x, most=LIMIT):\n    return x", LIMIT=3)
-    with pytest.raises(NameError, match="LIMIT"):
-        imported(named(defaults, what="rewards[1]"), tmp_path)
-    body = in_notebook("def f(x):\n    return np.sum(x)", np=json)
-    with pytest.raises(NameError, match="np"):
-        imported(named(body, what="rewards[1]"), tmp_path)([1])
-    decorated = in_notebook("@keep\ndef f(x):\n    return x", keep=lambda g: g)
-    with pytest.raises(NameError, match="keep"):
-        imported(named(decorated, what="objective"), tmp_path)
+def test_what_a_function_uses_of_modules_is_imported_there_too(tmp_path: Path):
+    source = """
+        def f(text, pattern=re.compile("[0-9]+"), most=math.inf):
+            found = [tree.fromstring(f"<a>{each}</a>").text for each in pattern.findall(text)]
+            return mean(int(each) for each in found), at_the_top([], found), most
+        """
+    outside = {"re": re, "math": math, "tree": ElementTree, "mean": statistics.mean}
+    found = named(in_notebook(source, **outside, at_the_top=at_the_top), what="rewards[1]")
+    assert imported(found, tmp_path)("3 and 5") == (4, [0.0, 0.0], math.inf)
+    # the folder of this file, and none of the standard library
+    assert found.import_folders == named(at_the_top, what="objective").import_folders
+
+
+def test_any_other_name_from_outside_is_refused():
+    def closed() -> Callable[..., Any]:
+        limit = 3
+
+        def f(values):
+            return [value < limit for value in values]
+
+        return f
+
+    helper = in_notebook("def helper(x):\n    return x", "helper")
+    for function, outer in [
+        (in_notebook("def f(x, most=LIMIT):\n    return x", LIMIT=3), "LIMIT"),
+        (in_notebook("def f(x):\n    return [helper(y) for y in x]", helper=helper), "helper"),
+        (in_notebook("@keep\ndef f(x):\n    return x", keep=lambda g: g), "keep"),
+        (in_notebook("def f(x):\n    return [PLACE / y for y in x]", PLACE=Path("x")), "PLACE"),
+        (closed(), "limit"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"rewards\[1\]: 'f' uses '{outer}'"):
+            named(function, what="rewards[1]")
 
 
 def test_what_is_no_function_of_its_own_is_refused():

@@ -18,7 +18,8 @@ from tba_trainer.learner.learner import Optimizer
 from tba_trainer.memory_trace import __main__ as memory_trace
 from tba_trainer.model.policy import load_policy
 
-from tba.config import Recipe, load_recipe
+from tba.cgroups import core_limits
+from tba.config import Recipe, load_recipe, parse_recipe
 from tba.config.searcher import check_tensor_parallel
 from tba.errors import ConfigError
 from tba.wire import VersionSpan, encode_rollout
@@ -27,8 +28,10 @@ from tba_cli.commands import sizing
 from tba_cli.doctor.checks.machine import check_devices
 from tba_cli.main import main
 from tba_cli.setup.origin import check_searchers
+from tba_cli.sizing import machine
 from tba_cli.sizing.estimate import estimate
 from tba_cli.sizing.gpu_layout import CARD_GIB, GIB, Layout, gpu_layout, misfits
+from tba_cli.sizing.machine import Machine, cpu_machine, suited
 from tba_cli.sizing.model_shape import shape_of_folder
 from tests.support.model_shapes import QWEN_7B, SHAPES
 from tests.support.rollout_values import replace
@@ -251,3 +254,71 @@ def test_vllm_still_compares_free_memory_with_its_share_of_the_total() -> None:
     rule = text[text.index("def request_memory(") :]
     assert "init_snapshot.total_memory * cache_config.gpu_memory_utilization" in rule
     assert "if init_snapshot.free_memory < requested_memory:" in rule
+
+
+ON_CPU = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"generator": "addition"}}
+
+
+def chosen(num_cores: int, **sections: dict[str, object]) -> tuple[Recipe, str | None]:
+    return suited(parse_recipe({**ON_CPU, **sections}, where="test"), Machine(num_cores, 8 * GIB))
+
+
+def test_what_a_recipe_leaves_open_is_chosen_by_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    for num_cores, num_searchers, num_threads in ((1, 1, 1), (2, 1, 1), (7, 3, 3), (64, 4, 32)):
+        recipe, line = chosen(num_cores, sampling={"prompts_per_batch": 5})
+        assert (recipe.searcher.num_searchers, recipe.trainer.torch_num_threads) == (num_searchers, num_threads)
+        assert recipe.searcher.num_slots == -(-40 // num_searchers)
+        assert (recipe.sampling.samples_per_insert, recipe.sampling.samples_per_insert_error) == (1.0, 40.0)
+    assert line == (
+        "this machine: 64 cores, no GPU: searcher.num_searchers = 4, searcher.num_slots = 10, "
+        "sampling.samples_per_insert = 1, sampling.samples_per_insert_error = 40, trainer.torch_num_threads = 32"
+    )
+    (tmp_path / "nvidia0").touch()
+    assert "64 cores, a GPU that trainer.device and searcher.device leave idle:" in str(chosen(64)[1])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"searcher": {"num_searchers": 2}}, "num_slots = 64, samples_per_insert = 1, samples_per_insert_error = 128"),
+        ({"searcher": {"num_searchers": 0}}, None),
+        ({"searcher": {"engine": "simulated"}}, None),
+        ({"sampling": {"samples_per_insert": None}}, "num_searchers = 1, num_slots = 128"),
+        ({"sampling": {"alternate": True}}, "num_searchers = 1, num_slots = 128"),
+        ({"searcher": {"device": "cuda"}}, "num_searchers = 1"),
+        ({"searcher": {"device": "cuda"}, "local": {"gpus": {"searchers": [[1], [2]]}}}, "num_searchers = 2"),
+    ],
+)
+def test_what_a_recipe_says_is_not_chosen(sections: dict[str, dict[str, object]], said: str | None) -> None:
+    recipe, line = chosen(2, **sections, trainer={"torch_num_threads": 3})
+    assert said == (line and re.sub(r"\w+\.(\w+ =)", r"\1", line.rpartition(": ")[2]))
+    assert recipe.trainer.torch_num_threads == 3
+
+
+def test_recipes_that_are_shipped_leave_nothing_open_on_a_cpu() -> None:
+    for path in (*(ROOT / "recipes").glob("*.toml"), *(ROOT / "examples/worlds").rglob("*.toml")):
+        recipe = load_recipe(path, environ={})
+        left_open = suited(recipe, Machine(64, 8 * GIB))[1]
+        assert left_open is None, f"{path.name}: {left_open}"
+
+
+def test_cores_and_memory_are_those_of_the_groups_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("5:cpu,cpuacct:/old\n4:memory:/old\n0::/pod/container\n")
+    for name, text in {
+        "pod/container/cpu.max": "max 100000",
+        "pod/cpu.max": "150000 100000",
+        "cpu/old/cpu.cfs_quota_us": "-1",
+        "cpu/old/cpu.cfs_period_us": "100000",
+        "cpu/cpu.cfs_quota_us": "50000",
+        "cpu/cpu.cfs_period_us": "100000",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert sorted(core_limits(proc=tmp_path, cgroups=tmp_path)) == [0.5, 1.5]
+    monkeypatch.setattr(machine, "core_limits", lambda: [1.5, 0.5])
+    monkeypatch.setattr(machine, "memory_limits", lambda: [(tmp_path, 2**30), (tmp_path, 2**62)])
+    assert cpu_machine() == Machine(1, 2**30)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tba.cgroups import CGROUPS, PROC, memory_limits
 from tba.errors import TbaError
 from tba.logs import get_logger
 
@@ -61,7 +62,7 @@ def host_copy_bytes(tensor: Tensor) -> int:
     return 1 << (num_bytes - 1).bit_length() if tensor.is_cuda and num_bytes else num_bytes
 
 
-def free_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def free_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Return how many more bytes this process can allocate, or None if the system does not say.
 
     This is the smallest of the machine's available memory and the memory left in each cgroup of the process.
@@ -89,35 +90,17 @@ def kept_pinned_bytes() -> int:
 
 
 def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield the bytes left in each memory-limited cgroup (version 1 or 2) of this process, ancestors included."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            # past "high" the kernel kills nobody, and lets the group crawl
-            base, limits, names = cgroups, ("memory.max", "memory.high"), ("memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, limits = cgroups / "memory", ("memory.limit_in_bytes",)
-            names = "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # those above have limits, too; in a container only the own one may be there, as `base`
-        for each in (folder, *folder.parents):
-            if not each.is_relative_to(base):
-                break
-            with suppress(OSError):  # no such group here
-                used = int((each / names[0]).read_text(encoding="utf-8"))
-                # files that were read or written fill a group to its limit, and go when memory is needed
-                files = re.search(
-                    rf"^{names[1]} (\d+)$", (each / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
-                )
-                for limit in limits:
-                    with suppress(OSError, ValueError):  # "max": no limit
-                        yield int((each / limit).read_text(encoding="utf-8")) - used + (int(files[1]) if files else 0)
+    """Yield the bytes left in each memory-limited cgroup of this process, ancestors included."""
+    for folder, limit_bytes in memory_limits(proc=proc, cgroups=cgroups):
+        is_old = not (folder / "memory.current").exists()
+        usage, name = (
+            ("memory.usage_in_bytes", "total_inactive_file") if is_old else ("memory.current", "inactive_file")
+        )
+        with suppress(OSError):
+            used = int((folder / usage).read_text(encoding="utf-8"))
+            # files that were read or written fill a group to its limit, and go when memory is needed
+            files = re.search(rf"^{name} (\d+)$", (folder / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE)
+            yield limit_bytes - used + (int(files[1]) if files else 0)
 
 
 def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:

@@ -235,7 +235,7 @@ def test_what_is_learned_in_a_few_steps_is_a_rise() -> None:
 
 def test_cut_answers_that_teach_are_none_of_a_problem() -> None:
     rising: dict[str, Any] = {"reward_mean": [0.1, 0.3] * 5 + [0.5, 0.7] * 10}
-    cut = {"completions/clipped_ratio": 1.0}
+    cut: dict[str, Any] = {"completions/clipped_ratio": 1.0}
     assert about(shown=curves(**rising, **cut)).state == "learning"
     assert about(shown=curves(2, **cut)).state == "learning", "two batches are few"
 

@@ -1,4 +1,4 @@
-"""The live page of a served buffer, in a Chromium."""
+"""The live page of a served buffer, in a Chromium; and a buffer process with its Redis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.browser import Open, Watched, until
+from tests.support.buffer import Stack, start_stack
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.page_run import train
 
@@ -41,3 +42,10 @@ def trained(serve_buffer: ServeBuffer, tmp_path: Path) -> BufferThread:
     )
     train(served.client())
     return served
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    started = start_stack(tmp_path)
+    yield started
+    started.stop()

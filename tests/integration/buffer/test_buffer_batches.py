@@ -394,17 +394,6 @@ def test_void_batches_do_not_count_as_drawn_for_flow_control(serve_buffer: Serve
         draw(client, second, step)
 
 
-def test_the_alternate_baseline_trains_k_batches_between_marks(serve_buffer: ServeBuffer) -> None:
-    client, lineage = filled(serve_buffer, sampling={"alternate": True}, trainer={"sync_interval": 2})
-    for step in (1, 2):
-        ack(client, lineage, step, draw(client, lineage, step))
-    assert wait_of(client, lineage, 3) == "alternate-generate"
-    client.announce_version(VersionRequest(version="1-2", token=lineage.token))
-    assert wait_of(client, lineage, 3) == "alternate-generate"
-    client.push(make_payloads([f"train-{i}" for i in range(8)], version=PolicyVersion(1, 2)))
-    draw(client, lineage, 3)
-
-
 @pytest.mark.parametrize("how", ["deadline", "lineage"])
 def test_a_batch_of_an_earlier_interval_that_becomes_void_gives_this_interval_no_more_batches(
     serve_buffer: ServeBuffer, how: str

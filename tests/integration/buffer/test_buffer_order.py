@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,7 +16,7 @@ from tba.api import LineageReply, LineageRequest
 from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import Batch
-from tests.support.buffer import Stack, begin_run, make_payloads, make_recipe, start_stack
+from tests.support.buffer import Stack, begin_run, make_payloads, make_recipe
 from tests.support.buffer_fixtures import ServeBuffer, later
 from tests.support.index_values import fingerprint
 from tests.support.leases import draw, make_step
@@ -44,13 +42,6 @@ def spread(uses: Counter[str]) -> int:
     """The most uses of a prompt minus the fewest."""
     num = [uses[prompt] for prompt in ALL_PROMPTS]
     return max(num) - min(num)
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    started = start_stack(tmp_path)
-    yield started
-    started.stop()
 
 
 def test_epochs_go_on_over_kills_of_the_buffer(stack: Stack) -> None:

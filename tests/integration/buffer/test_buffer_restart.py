@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,12 @@ from tests.support.buffer import (
     make_payloads,
     make_prompts,
     make_recipe,
-    start_stack,
     write_recipe,
 )
 from tests.support.index_values import fingerprint
 from tests.support.leases import draw, fulfil, lease
 from tests.support.redis_process import start_redis
 from tests.support.waits import DEADLINE_S, until
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    started = start_stack(tmp_path)
-    yield started
-    started.stop()
 
 
 def fingerprint_of_redis(stack: Stack) -> tuple[object, ...]:

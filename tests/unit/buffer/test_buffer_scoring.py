@@ -1,79 +1,14 @@
-"""From a request to the reward service to scores, and the counts of a job that scores again."""
+"""Rollouts that are scored again, and the counts of a job that does so."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import pytest
 from tba_buffer.scoring.rescore import add_chunk
-from tba_buffer.scoring.rollout_scorer import Score, ScoredRollout, request_scores
+from tba_buffer.scoring.rollout_scorer import ScoredRollout
 
-from tba.api import RescoreInfo, ScoreError, ScoreItem, ScoreReply, ScoreResult
-from tba.clients import RewardClient
-from tba.errors import BadRequestError, UnavailableError
+from tba.api import RescoreInfo
 from tests.support.buffer import make_rollout
-
-
-class Client:
-    """Scores an item with its number; refuses requests with more than `most` items, and those with `poison`."""
-
-    def __init__(self, *, most: int = 100, poison: str = "") -> None:
-        self.most, self.poison = most, poison
-        self.sizes: list[int] = []
-
-    def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
-        self.sizes.append(len(items))
-        if len(items) > self.most or any(item.item_id == self.poison for item in items):
-            raise BadRequestError("too large")
-        return ScoreReply(results=[self._result(item) for item in items])
-
-    @staticmethod
-    def _result(item: ScoreItem) -> ScoreResult:
-        if item.response:
-            error = ScoreError.model_validate({"reason": item.response, "detail": "why"})
-            return ScoreResult(item_id=item.item_id, error=error)
-        return ScoreResult(item_id=item.item_id, reward=float(item.item_id), reward_version="v")
-
-
-def scores(client: Client, responses: Sequence[str]) -> list[Score]:
-    items = [ScoreItem(item_id=str(n), task="t", prompt="p", response=text) for n, text in enumerate(responses)]
-    return request_scores(cast(RewardClient, client), items)
-
-
-def test_rewards_and_errors_stay_in_order() -> None:
-    found = scores(Client(), ["", "bad_data", "timeout", "unreachable", ""])
-    assert found == [
-        Score(reward=0.0, version="v"),
-        Score(reason="bad_data: why"),
-        Score(reason="timeout: why"),
-        Score(reason="unreachable: why"),
-        Score(reward=4.0, version="v"),
-    ]
-    assert [score.is_transient for score in found] == [False, False, True, False, False]
-    assert [score.is_away for score in found] == [False, False, False, True, False]
-
-
-def test_a_request_that_is_refused_is_sent_in_halves() -> None:
-    client = Client(most=2)
-    assert [score.reward for score in scores(client, [""] * 5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert client.sizes == [5, 2, 3, 1, 2]
-
-
-def test_an_item_that_is_refused_alone_takes_no_other_with_it() -> None:
-    found = scores(Client(poison="3"), [""] * 6)
-    assert [score.reward for score in found] == [0.0, 1.0, 2.0, None, 4.0, 5.0]
-    assert found[3] == Score(reason="refused: too large")
-
-
-def test_a_service_that_is_away_is_no_score() -> None:
-    class Away(Client):
-        def score(self, items: Sequence[ScoreItem]) -> ScoreReply:
-            raise UnavailableError("gone")
-
-    with pytest.raises(UnavailableError):
-        scores(Away(), [""])
 
 
 def test_a_failed_rollout_has_no_reward_and_remembers_which_version_scored_it_last() -> None:

@@ -222,15 +222,6 @@ def test_a_name_that_cannot_be_meant_is_one_sentence(words, says, tmp_path, monk
 # ---- `tba config` on good and bad recipes ---------------------------------------------------------------------------
 
 
-def test_check_names_an_unknown_key_and_the_nearest_one(recipe, capsys):
-    recipe.write_text(RECIPE + "[trainer]\nnum_step = 5\n")
-    assert main(["config", "check", str(recipe)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "'trainer.num_step'" in err
-    assert "'num_steps'" in err
-
-
 def test_show_prints_what_the_recipe_and_the_flags_result_in(recipe, capsys):
     assert main(["config", "show", str(recipe), "--set", "trainer.num_steps=7"]) == 0
     document = json.loads(capsys.readouterr().out)

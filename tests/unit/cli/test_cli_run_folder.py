@@ -182,12 +182,6 @@ def test_a_run_without_a_service_is_a_clear_error(two_runs, words, says):
         url_of(*words)
 
 
-def test_no_run_at_all_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no run is in progress under runs/"):
-        url_of()
-
-
 @pytest.mark.parametrize("command", ["status", "ledger check", "rollouts list", "view", "buffer accept-loss"])
 def test_a_run_that_never_began_is_a_sentence_with_the_runs_that_did(two_runs, command, capsys):
     for number, name in enumerate(["older", "newer"]):

@@ -498,11 +498,6 @@ def prompt(number: int, text: str = "1+1=", split: str = "train") -> dict[str, A
     return {"prompt_id": f"p{number}", "task": "addition", "text": text, "data": {"answer": "2"}, "split": split}
 
 
-def test_lines_become_prompts_and_empty_lines_are_skipped(tmp_path):
-    prompts = prompts_of_file(write_jsonl(tmp_path / "p.jsonl", prompt(0), "", prompt(1, split="heldout"), ""))
-    assert [(p.prompt_id, p.split) for p in prompts] == [("p0", "train"), ("p1", "heldout")]
-
-
 def test_a_mark_of_utf8_and_windows_line_ends_are_no_part_of_a_prompt(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(prompt(i)) for i in range(2)).encode() + b"\r\n\r\n")

@@ -130,10 +130,6 @@ def test_what_the_store_of_the_run_holds_already_is_not_copied(place: Place) -> 
     assert copy_origin(origin, place.old) == 0
 
 
-def test_nothing_is_looked_for_when_the_recipe_names_nothing(place: Place) -> None:
-    assert find_origin(make_recipe(run={"snapshot": None}), place.new, runs_dir=place.runs_dir) is None
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -120,11 +120,6 @@ def asked_for(line: str) -> set[str]:
     return {normalised(found[0]) for name in names if (found := re.match(r"[A-Za-z][\w.-]*", name))}
 
 
-def test_what_pip_is_asked_for_is_read_from_a_line() -> None:
-    line = "-q -c deploy/constraints/main.txt -e './services/trainer[lora]' 'tba[data]' Some_Thing>=2 $(X)"
-    assert asked_for(line) == {"tba", "some-thing"}
-
-
 def test_no_page_or_message_asks_pip_for_a_strangers_package() -> None:
     known = {name for folder, _ in PACKAGES.values() for name in declared(folder)} | {*PACKAGES, *OTHERS}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -113,12 +113,6 @@ def test_set_takes_toml_values_and_bare_text_at_any_depth(recipe_path: Path, ite
     assert attrgetter(item.partition("=")[0])(recipe) == value
 
 
-def test_a_resolved_config_in_json_reads_back_as_itself(recipe_path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_path, environ={})
-    (tmp_path / "resolved.json").write_text(recipe.model_dump_json())
-    assert load_recipe(tmp_path / "resolved.json", environ={}) == recipe
-
-
 def test_a_path_that_prepare_makes_is_a_folder_and_no_model_of_the_hub(tmp_path: Path) -> None:
     document = {**MINIMAL, "model": {"path": "mine/first"}}
     item = {"path": "mine/first", "kind": "model", "hub": "org/name"}
@@ -149,8 +143,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trainer": {"num_steps": 0, "adam_beta1": 1.0}}, r"'trainer\.num_steps' has the value 0.*and 1 more"),
     ({"run": {}}, r"key 'run\.name' is missing"),
     ({"run": {"name": "../x"}}, r"key 'run\.name' has the value '\.\./x'"),
-    ({"data": {}}, "give exactly one of `generator`"),
-    ({"data": {"generator": "addition", "path": "x"}}, "give exactly one of `generator`"),
     ({"eval": {"published": {"greedy": False}}}, "nothing would be generated"),
     ({"eval": {"pass_at": [2]}}, "eval: pass_at holds 2, and there are 1 samples"),
     ({"objective": RESET}, "objective: reference_reset_steps = 5 belongs to anchor"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,6 @@ from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 from tests.support.waits import until
-from tests.support.wandb_files import history_of
 
 
 def evaluation(version: str, **numbers: Any) -> EvalInfo:
@@ -189,6 +190,44 @@ def test_tensorboard_draws_one_curve_along_the_active_lineage(tmp_path: Path) ->
     assert losses == [(1, 0.5), (2, 1.0), (3, 3.0), (4, 4.0), (5, 5.0)]
     assert [(e.step, e.value) for e in events.Scalars("eval/accuracy")] == [(2, 0.25)]
     assert "train/ess" not in events.Tags()["scalars"]
+
+
+_BLOCK_BYTES = 32 * 1024
+_RECORD_HEADER = struct.Struct("<IHB")
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+def history_of(path: Path) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return the group, the name and the logged rows of a run-*.wandb file, which is written without a network."""
+    from wandb.proto import wandb_internal_pb2 as records
+
+    group, name, history = "", "", []
+    for data in _records(path.read_bytes()):
+        record = records.Record()  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+        record.ParseFromString(data)
+        if record.HasField("run"):
+            group, name = record.run.run_group, record.run.display_name
+        if record.HasField("history"):
+            items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            history.append({key: value for key, value in items.items() if not key.startswith("_")})
+    return group, name, history
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    whole, at = b"", 7  # the file's own header
+    while at + _RECORD_HEADER.size <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _RECORD_HEADER.size:
+            at += left
+            continue
+        _, length, kind = _RECORD_HEADER.unpack_from(data, at)
+        at += _RECORD_HEADER.size
+        assert kind in (_FULL, _FIRST, _MIDDLE, _LAST)
+        whole += data[at : at + length]
+        at += length
+        if kind in (_FULL, _LAST):
+            yield whole
+            whole = b""
 
 
 def test_weights_and_biases_keeps_a_run_per_lineage_in_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ LOG_BYTES = 256 * 1024
 """Size of the end of a log that is shown."""
 MAX_KEPT = 512
 """Most runs whose curves stay in memory until their files change."""
+UNREADABLE = (ConfigError, OSError, AttributeError, KeyError, TypeError, ValueError)
+"""What files raise that no run has written."""
 
 
 def run_folders(place: Path) -> dict[str, RunFolder]:
@@ -43,14 +46,19 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
         parts = {name: recipe.get(name, {}) for name in ("trainer", "model", "objective")}
         row |= {"num_steps": parts["trainer"].get("num_steps"), "objective": parts["objective"].get("preset")}
         return row | {"model": Path(parts["model"].get("path", "")).name} | _numbers(folder)["newest"]
-    except (ConfigError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         return row | {"state": "unreadable", "reason": f"{type(error).__name__}: {error}"}
 
 
 def run_details(folder: RunFolder) -> dict[str, Any]:
     """Return recipe, names of the logs, and curves of the steps and of the evaluations of a run."""
-    recipe = json.loads(folder.recipe_path.read_bytes()) if folder.has_begun else {}
-    return {"recipe": recipe, "logs": _logs(folder), **_numbers(folder)["curves"]}
+    recipe, curves = {}, {"steps": _curve([]), "evaluations": _curve([])}
+    # its row says why; the page shows other runs beside it
+    with suppress(*UNREADABLE):
+        folder.check_entries()
+        recipe = json.loads(folder.recipe_path.read_bytes()) if folder.has_begun else {}
+        curves = _numbers(folder)["curves"]
+    return {"recipe": recipe, "logs": _logs(folder), **curves}
 
 
 def end_of_log(folder: RunFolder, name: str) -> str:

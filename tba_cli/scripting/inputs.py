@@ -77,7 +77,8 @@ def prepare(
     scorers = None if rewards is None else _scorers_of(rewards, files, import_folders)
     if recipe is None:
         model = os.fspath(model or "")
-        task = name or re.sub("[^a-z0-9_-]+", "-", Path(model).name.lower())[:41]
+        # a run or a model may be called what no task is
+        task = re.sub("[^a-z0-9_-]+", "-", (name or Path(model).absolute().name).lower()).lstrip("0123456789_-")[:41]
         check_task_name(task)
         # before half a minute of measuring; these alone say where the run will be
         stand_in = {"run": {"name": task}, "model": {"path": "."}, "data": {"generator": "addition"}}

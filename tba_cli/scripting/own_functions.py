@@ -74,6 +74,9 @@ def named(function: Callable[..., Any], *, what: str) -> NamedFunction:
     for outer, value in _from_outside(function, head + source):
         if isinstance(value, ModuleType):
             lines.append(f"import {value.__name__} as {outer}\n")
+            # `import a.b` binds `a` alone, and another process has no a.b until something imports it
+            parts = [part for part in list(sys.modules) if part.startswith(f"{value.__name__}.")]
+            lines += [f"import {part}\n" for part in parts if f"{outer}{part[len(value.__name__) :]}" in source]
             folders += _folders_of(value.__name__)
         elif _is_importable(value) and "." not in value.__qualname__:
             lines.append(f"from {value.__module__} import {value.__qualname__} as {outer}\n")

@@ -54,7 +54,9 @@ def suited(recipe: Recipe, machine: Machine) -> tuple[Recipe, str | None]:
     if searcher.engine == "embedded" and searcher.device == "cpu" and not recipe.is_offline:
         is_set = "num_searchers" in searcher.model_fields_set
         num = searcher.num_searchers if is_set else machine.num_searchers
-        values["searcher"] = {"num_searchers": num, "num_slots": math.ceil(batch_rollouts / num)}
+        # more would only take more memory: that of the cache
+        num_slots = min(searcher.num_slots, math.ceil(batch_rollouts / num))
+        values["searcher"] = {"num_searchers": num, "num_slots": num_slots}
         if uses_cpu and not sampling.alternate and "samples_per_insert" not in sampling.model_fields_set:
             values["sampling"] = {"samples_per_insert": 1.0, "samples_per_insert_error": float(batch_rollouts)}
     elif searcher.device.startswith("cuda"):

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
 from tba.api import ComponentInfo, RunInfo
+from tba.cgroups import core_limits
 from tba.config import Recipe
 from tba.config.redis import redis_access
 from tba.errors import UnavailableError
@@ -349,4 +350,4 @@ def idle_cores(recipe: Recipe) -> dict[str, float]:
     section = recipe.searcher
     if recipe.scaling.backend != "local" or (section.engine, section.device) != ("embedded", "cpu"):
         return {}
-    return {"idle_cores": max(0.0, len(os.sched_getaffinity(0)) - os.getloadavg()[0])}
+    return {"idle_cores": max(0.0, min([len(os.sched_getaffinity(0)), *core_limits()]) - os.getloadavg()[0])}

@@ -107,8 +107,8 @@ def test_a_recipe_fits_rows_and_model_and_passes_every_check(name: str, model: s
 
 
 def from_python(model: str, rows: Any, **given: Any) -> Recipe:
-    """Return the recipe that `tba.run(model=..., prompts=rows, name="mine", ...)` runs."""
-    return load_recipe(inputs.prepare(None, model=model, prompts=rows, name="mine", **given).recipe)
+    """Return the recipe that `tba.run(model=..., prompts=rows, name="Mine", ...)` runs."""
+    return load_recipe(inputs.prepare(None, model=model, prompts=rows, name="Mine", **given).recipe)
 
 
 @pytest.mark.parametrize("name", ["numbers", "text"])

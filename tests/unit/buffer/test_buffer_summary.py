@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tba_buffer import service
 from tba_buffer.monitoring.summary import CURVE_NAMES, REMEDY_OF_WAIT, STATES, summarise
 from tba_buffer.service import idle_cores
 
@@ -219,8 +220,14 @@ def test_a_fall_of_the_reward_is_a_collapse_and_noise_is_none() -> None:
     falls = [0.3] * 10 + [0.7, 0.8] * 5 + [0.3, 0.4] * 5
     assert "fell from 0.75 to 0.35" in about(shown=curves(reward_mean=falls)).finding
     rare = [value for best in (0.6, 0.2, 0.1) for value in [0.0] * 9 + [best]]
-    for fine in ([0.3] * 10 + [0.7, 0.8] * 5 + [0.5, 0.7] * 5, rare):
+    for fine in ([0.3] * 10 + [0.7, 0.8] * 5 + [0.5, 0.7] * 5, rare, [0.9, 0.92] * 10 + [0.86, 0.88] * 5):
         assert about(shown=curves(reward_mean=fine)).state == "learning"
+
+
+def test_entropy_that_rises_with_the_reward_is_no_collapse() -> None:
+    entropy = [0.05] * 10 + [1.2] * 20
+    assert about(shown=curves(entropy=entropy, reward_mean=[0.1, 0.2] * 15)).state == "collapsing"
+    assert about(shown=curves(entropy=entropy, reward_mean=[n / 30 for n in range(30)])).state == "learning"
 
 
 def test_a_reward_of_old_weights_is_not_flat() -> None:
@@ -312,7 +319,8 @@ def test_idle_cores_are_counted_where_more_searchers_would_run_on_them(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_known: bool
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1.25, 9.0, 9.0))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5, 7})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5, 7, 8})
+    monkeypatch.setattr(service, "core_limits", lambda: [4.0])
     assert idle_cores(make_recipe(**{"scaling": {"backend": "local"}, **changes})) == (
         {"idle_cores": 2.75} if is_known else {}
     )

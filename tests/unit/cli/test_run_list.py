@@ -65,8 +65,9 @@ def test_states_come_from_lock_and_files(folder: RunFolder) -> None:
         assert run_row(folder)["state"] == "running"
     folder.write_json(folder.summary_path, {"state": "failed", "state_reason": "no reward"})
     assert (run_row(folder)["state"], run_row(folder)["reason"]) == ("failed", "no reward")
-    folder.recipe_path.write_text('{"model": 3}')
-    assert run_row(folder)["state"] == "unreadable"
+    folder.recipe_path.unlink()
+    os.mkfifo(folder.recipe_path)
+    assert (run_row(folder)["state"], run_details(folder)["recipe"]) == ("unreadable", {})
 
 
 def test_runs_are_listed_by_their_last_start(folder: RunFolder) -> None:

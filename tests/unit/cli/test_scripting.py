@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import xml
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,8 @@ def test_what_a_function_uses_of_modules_is_imported_there_too(tmp_path: Path):
     outside = {"re": re, "math": math, "tree": ElementTree, "mean": statistics.mean}
     found = named(in_notebook(source, **outside, at_the_top=at_the_top), what="rewards[1]")
     assert imported(found, tmp_path)("3 and 5") == (4, [0.0, 0.0], math.inf)
+    inside = named(in_notebook("def f(x):\n    return xml.etree.ElementTree.fromstring(x)", xml=xml), what="rewards[1]")
+    assert "import xml.etree.ElementTree\n" in str(inside.source)
     # the folder of this file, and none of the standard library
     assert found.import_folders == named(at_the_top, what="objective").import_folders
 

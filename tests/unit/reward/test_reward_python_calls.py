@@ -112,6 +112,12 @@ def score(completions, **_):
         case "in a library": return json.loads("no JSON")
         case "in a coroutine": return asyncio.run(later("no JSON"))
         case "by leaving": raise SystemExit(3)
+        case "frozen": raise Frozen("no note")
+
+import dataclasses
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
 """
 PLACES = {
     "here": "own_scorer.py:11",
@@ -133,6 +139,7 @@ def test_an_exception_names_file_and_line_of_the_own_code(tmp_path: Path, monkey
     assert details[0].startswith("KeyError: 'xxx")
     assert clean(f"a name: {details[0]}").endswith("(own_scorer.py:11)"), "what is stored is long enough for it"
     assert details[1] == "ValueError: could not convert string to float: 'a' (own_helper.py:2)"
+    assert python.score([item("frozen")], settings) == [Failure("exception", "Frozen: no note")]
     # also of what the import raises
     (tmp_path / "own_broken.py").write_text("import own_helper\n\nRATIO = own_helper.halve('b')\n")
     with pytest.raises(ValueError, match="'b'") as raised:

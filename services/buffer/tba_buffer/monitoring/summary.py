@@ -37,9 +37,10 @@ MIN_FAILED_SHARE = 0.1
 MIN_SCORED = 64
 """With fewer stored rewards, equal ones may be chance."""
 REWARD_LEFT = 0.5
-"""The reward has fallen if less than this share of its best mean is left, counted from the lowest value."""
+"""The reward has fallen if less than this share of its best mean is left, counted from 0 or a lower lowest value."""
 ENTROPY_FACTOR, ENTROPY_NATS = 2.0, 1.0
-"""Entropy may rise in training; by this factor, and by as many nats per token, it does where words become noise."""
+"""Entropy may rise in training; by this factor, and by as many nats per token, it does where words become noise. Where
+the reward rises with it, as from a model that always said the same, it is no decay."""
 MIN_CUT_SHARE = 0.75
 SOLVED_SHARE = 0.9
 TIED_SHARE = 0.9
@@ -194,11 +195,11 @@ def _more_rollouts(run: _Run) -> str:
 def _collapsing(run: _Run) -> Finding | None:
     signs, rewards, entropies = [], run.known("reward_mean"), run.known("entropy")
     parts = [rewards[max(0, end - NUM_RECENT) : end] for end in range(len(rewards), NUM_RECENT - 1, -NUM_RECENT)]
-    best, low = max(parts, key=fmean, default=[]), min(rewards, default=0.0)
+    best, low = max(parts, key=fmean, default=[]), min([0.0, *rewards])
     if best and _errors_apart(best, parts[0]) < -SURE and fmean(parts[0]) - low < REWARD_LEFT * (fmean(best) - low):
         signs.append(f"the mean reward fell from {fmean(best):.3g} to {fmean(parts[0]):.3g}")
     entropy, first = run.lately("entropy"), entropies[0] if entropies else 0.0
-    if entropy is not None and entropy > max(ENTROPY_FACTOR * first, first + ENTROPY_NATS):
+    if entropy is not None and entropy > max(ENTROPY_FACTOR * first, first + ENTROPY_NATS) and not run.rise >= SURE:
         signs.append(f"entropy rose from {first:.2g} to {entropy:.2g} nats per token")
     return (f"The answers decay: {', and '.join(signs)}.", f"{GO_BACK} or a lower learning rate.") if signs else None
 

@@ -65,8 +65,21 @@ def test_states_come_from_lock_and_files(folder: RunFolder) -> None:
         assert run_row(folder)["state"] == "running"
     folder.write_json(folder.summary_path, {"state": "failed", "state_reason": "no reward"})
     assert (run_row(folder)["state"], run_row(folder)["reason"]) == ("failed", "no reward")
+    said = {"state": "flat", "finding": "All rewards are 0.", "remedy": None}
+    folder.write_json(folder.summary_path, {"state": "done", "summary": said})
+    assert (run_row(folder)["state"], run_row(folder)["reason"]) == ("flat", "All rewards are 0.")
     folder.recipe_path.write_text('{"model": 3}')
     assert run_row(folder)["state"] == "unreadable"
+
+
+def test_a_line_that_is_no_point_is_left_out(folder: RunFolder) -> None:
+    wrong = ('{"kind": "step", "at_s": 1}', '{"kind": "step", "step": 4, "at_s": 1, "metrics": {"loss": "x"}}', "[1]")
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(wrong))
+    assert (run_row(folder)["step"], run_details(folder)["steps"]["steps"]) == (3, [1, 2, 3])
+    folder.recipe_path.write_text("{")
+    with pytest.raises(NotFoundError):
+        run_details(folder)
 
 
 def test_runs_are_listed_by_their_last_start(folder: RunFolder) -> None:

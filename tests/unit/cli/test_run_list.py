@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tba.errors import NotFoundError
+from tba.errors import ConfigError, NotFoundError
 from tba_cli.reports.run_list import LOG_BYTES, end_of_log, run_details, run_folders, run_row
 from tba_cli.run_folder import RunFolder
+from tba_cli.scripting.runs_page import serve_runs
 
 RECIPE = {"model": {"path": "/models/small"}, "objective": {"preset": "grpo"}, "trainer": {"num_steps": 9}}
 
@@ -80,6 +81,11 @@ def test_a_line_that_is_no_point_is_left_out(folder: RunFolder) -> None:
     folder.recipe_path.write_text("{")
     with pytest.raises(NotFoundError):
         run_details(folder)
+
+
+def test_the_folder_of_one_run_is_no_folder_of_runs(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError):
+        serve_runs(folder.path, port=0, show=lambda _: pytest.fail("an empty list is shown"))
 
 
 def test_runs_are_listed_by_their_last_start(folder: RunFolder) -> None:

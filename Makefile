@@ -16,7 +16,7 @@ WORKERS ?= 2
 CHAOS_MINUTES ?= 30
 
 help:  ## this list
-	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*##/ {split($$0, part, ":.*## "); printf "  %-15s%s\n", part[1], part[2]}' $(MAKEFILE_LIST)
+	@awk '/^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*##/ {split($$0, part, ":.*## "); printf "  %-19s%s\n", part[1], part[2]}' $(MAKEFILE_LIST)
 
 $(VENV)/.run: deploy/constraints/main.txt pyproject.toml $(foreach s,$(SERVICES),$(s)/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -95,7 +95,7 @@ def progress_line(info: RunInfo, stats: Stats, state: str, *, num_steps: int, st
         facts.append(f"rollouts/s {rates.generated_per_s:.0f} generated {rates.trained_per_s:.0f} trained")
     if step_s is not None:
         facts.append(f"ETA {duration(step_s * (num_steps - info.step))}")
-    if info.step == 0 and info.waits:
+    if info.waits and (info.step == 0 or state == "waiting"):
         facts.append("waits: " + ", ".join(f"{wait.owner}: {wait.name}" for wait in info.waits))
     return "  ".join(facts)
 

@@ -40,7 +40,9 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
             row["state"] = "running" if folder.has_begun else "starting"
         elif folder.is_finished:
             summary = json.loads(folder.summary_path.read_bytes())
-            row |= {"state": summary["state"], "reason": summary.get("state_reason")}
+            found = summary.get("summary") or {}  # what the page of the run says
+            row |= {"state": found.get("state", summary["state"])}
+            row |= {"reason": found.get("finding", summary.get("state_reason"))}
         elif folder.has_begun:
             row |= {"state": "interrupted", "reason": load_end(folder).reason}
         parts = {name: recipe.get(name, {}) for name in ("trainer", "model", "objective")}
@@ -93,8 +95,10 @@ def _read(path: Path, _mtime_ns: int, size: int) -> dict[str, Any]:
             if record["kind"] == "start":
                 found = {kind: [one for one in some if one["step"] <= record["step"]] for kind, some in found.items()}
             else:
-                found[record["kind"]].append(record)
-        except (ValueError, KeyError, TypeError):
+                values = {name: None if one is None else float(one) for name, one in record["metrics"].items()}
+                point = {"step": int(record["step"]), "at_s": float(record["at_s"]), "metrics": values}
+                found[record["kind"]].append(point)
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     steps, evaluations = found["step"], sorted(found["evaluation"], key=lambda one: one["step"])
     newest = {

@@ -50,6 +50,8 @@ def serve_runs(place: Path, *, port: int, show: Callable[[Page], None]) -> None:
         raise ConfigError(
             f"there is no folder {place} with runs; start a run with `tba run RECIPE`, or name its folder"
         )
+    if RunFolder(place).marker_path.exists():
+        raise ConfigError(f"{place} is a run: `tba view {place}` shows it, `tba runs {place.parent}` all beside it")
     token, opened, sock = secrets.token_hex(24), dict[str, Run](), bind(LOOPBACK, port)
 
     async def show_page() -> None:

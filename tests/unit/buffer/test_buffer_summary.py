@@ -158,6 +158,11 @@ def wait(name: str, for_s: float, kind: str = "trainer") -> WaitInfo:
     return WaitInfo(owner=f"{kind}-1", name=name, for_s=for_s, deadline_in_s=50, kind=kind)
 
 
+def test_a_request_that_the_buffer_holds_is_no_fault_of_the_buffer() -> None:
+    assert "'recent' since 7 s" in about(run(waits=[wait("batch", 8), wait("recent", 7)])).finding
+    assert "'batch' since 8 s" in about(run(waits=[wait("batch", 8), wait("scorer-away", 9, "buffer")])).finding
+
+
 def test_the_most_urgent_state_comes_first() -> None:
     evidence: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         ("failed", {"state": "failed", "state_reason": "out of memory"}, {}, {}),
@@ -219,6 +224,8 @@ def test_right_answers_alone_are_solved_and_not_flat() -> None:
 def test_a_fall_of_the_reward_is_a_collapse_and_noise_is_none() -> None:
     falls = [0.3] * 10 + [0.7, 0.8] * 5 + [0.3, 0.4] * 5
     assert "fell from 0.75 to 0.35" in about(shown=curves(reward_mean=falls)).finding
+    breaks = [0.475, 0.546, 0.363, 0.363] + [0.0] * 11  # the quickstart with a learning rate of 0.5
+    assert about(shown=curves(**{"reward_mean": breaks, "completions/clipped_ratio": 1.0})).state == "collapsing"
     rare = [value for best in (0.6, 0.2, 0.1) for value in [0.0] * 9 + [best]]
     for fine in ([0.3] * 10 + [0.7, 0.8] * 5 + [0.5, 0.7] * 5, rare, [0.9, 0.92] * 10 + [0.86, 0.88] * 5):
         assert about(shown=curves(reward_mean=fine)).state == "learning"

@@ -150,8 +150,9 @@ def test_a_line_says_what_is_known_and_leaves_out_the_rest() -> None:
     known = stats().model_copy(update={"mean_reward_recent": 0.5, "rates": Rates(**rates)})
     line = "step 3/10  flat  reward 0.500  held-out accuracy 0.300  rollouts/s 9 generated 4 trained  ETA 1:03"
     assert progress_line(info(3), known, "flat", num_steps=10, step_s=9.0) == line
-    begun = progress_line(info(0, waits=[WAIT], evals=[]), stats(), "waiting", num_steps=10, step_s=None)
-    assert begun == "step 0/10  waiting  waits: trainer: rollouts"
+    for step, state in ((0, "waiting"), (3, "waiting"), (0, "flat")):
+        waits = progress_line(info(step, waits=[WAIT], evals=[]), stats(), state, num_steps=10, step_s=None)
+        assert waits == f"step {step}/10  {state}  waits: trainer: rollouts"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05")])

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tba.errors import NotFoundError
+from tba.errors import ConfigError, NotFoundError
 from tba_cli.reports.run_list import LOG_BYTES, end_of_log, run_details, run_folders, run_row
 from tba_cli.run_folder import RunFolder
+from tba_cli.scripting.runs_page import serve_runs
 
 RECIPE = {"model": {"path": "/models/small"}, "objective": {"preset": "grpo"}, "trainer": {"num_steps": 9}}
 
@@ -65,9 +66,24 @@ def test_states_come_from_lock_and_files(folder: RunFolder) -> None:
         assert run_row(folder)["state"] == "running"
     folder.write_json(folder.summary_path, {"state": "failed", "state_reason": "no reward"})
     assert (run_row(folder)["state"], run_row(folder)["reason"]) == ("failed", "no reward")
+    said = {"state": "flat", "finding": "All rewards are 0.", "remedy": None}
+    folder.write_json(folder.summary_path, {"state": "done", "summary": said})
+    assert (run_row(folder)["state"], run_row(folder)["reason"]) == ("flat", "All rewards are 0.")
     folder.recipe_path.unlink()
     os.mkfifo(folder.recipe_path)
     assert (run_row(folder)["state"], run_details(folder)["recipe"]) == ("unreadable", {})
+
+
+def test_a_line_that_is_no_point_is_left_out(folder: RunFolder) -> None:
+    wrong = ('{"kind": "step", "at_s": 1}', '{"kind": "step", "step": 4, "at_s": 1, "metrics": {"loss": "x"}}', "[1]")
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(wrong))
+    assert (run_row(folder)["step"], run_details(folder)["steps"]["steps"]) == (3, [1, 2, 3])
+
+
+def test_the_folder_of_one_run_is_no_folder_of_runs(folder: RunFolder) -> None:
+    with pytest.raises(ConfigError):
+        serve_runs(folder.path, port=0, show=lambda _: pytest.fail("an empty list is shown"))
 
 
 def test_runs_are_listed_by_their_last_start(folder: RunFolder) -> None:

@@ -158,8 +158,11 @@ def _waiting(run: _Run) -> Finding | None:
         return "Redis has lost data and takes no more.", "Restore it, or accept the loss (`tba buffer accept-loss`)."
     if info.note is not None:
         return "No trainer is there.", "Look at its log, and start it again."
+    waits = [wait for wait in info.waits if wait.name != "batch"]
+    if not any(wait.kind == "trainer" for wait in waits):
+        waits = info.waits  # else the buffer has the request for a batch, and names what the batch waits for
     # the trainer's first: while it waits nothing is learned
-    for wait in sorted(info.waits, key=lambda wait: (wait.kind != "trainer", -wait.for_s)):
+    for wait in sorted(waits, key=lambda wait: (wait.kind != "trainer", -wait.for_s)):
         is_trainer, remedy = wait.kind == "trainer", _remedy_of_wait(run, wait)
         min_s = max(MIN_WAIT_S, UNUSUAL_WAIT * usual_s) if is_trainer else MIN_WAIT_S
         # searchers that wait for the trainer do no harm
@@ -195,6 +198,8 @@ def _more_rollouts(run: _Run) -> str:
 def _collapsing(run: _Run) -> Finding | None:
     signs, rewards, entropies = [], run.known("reward_mean"), run.known("entropy")
     parts = [rewards[max(0, end - NUM_RECENT) : end] for end in range(len(rewards), NUM_RECENT - 1, -NUM_RECENT)]
+    if parts:
+        parts.append(rewards[:MIN_POINTS])  # far too high a learning rate breaks a policy within a few steps
     best, low = max(parts, key=fmean, default=[]), min([0.0, *rewards])
     if best and _errors_apart(best, parts[0]) < -SURE and fmean(parts[0]) - low < REWARD_LEFT * (fmean(best) - low):
         signs.append(f"the mean reward fell from {fmean(best):.3g} to {fmean(parts[0]):.3g}")

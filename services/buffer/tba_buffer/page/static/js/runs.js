@@ -47,6 +47,7 @@ async function cycle() {
     if (error.status === 401) return signIn(cycle);
     problem.hidden = false;
     problem.textContent = `${error.message}. The page shows the last answer and asks again.`;
+    if (rows.length) draw(); // the list, where a chosen run cannot be read
   }
   clearTimeout(timer); // a choice meanwhile has begun another cycle
   timer = setTimeout(cycle, document.hidden ? HIDDEN_PAUSE_MS : PAUSE_MS);

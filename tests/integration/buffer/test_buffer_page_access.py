@@ -53,13 +53,13 @@ def test_a_reload_keeps_the_token_on_loopback_alone(host: str, serve_buffer: Ser
         lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace(host, "127.0.0.1"))),
     )
     page.goto(f"{address}/#token={TOKENS['viewer']}")
-    until(page, "document.getElementById('run-state').textContent === 'running'")
+    until(page, "document.getElementById('run-state').textContent === 'waiting'")
     assert page.evaluate("localStorage.length + document.cookie.length") == 0
     is_loopback = host == "127.0.0.1"
     assert page.evaluate("sessionStorage.length") == is_loopback
     page.reload()
     if is_loopback:
-        until(page, "document.getElementById('run-state').textContent === 'running'")
+        until(page, "document.getElementById('run-state').textContent === 'waiting'")
     else:
         page.wait_for_selector("dialog #token")
     page.close()

@@ -159,7 +159,7 @@ def test_a_run_that_is_over_is_read_from_its_files_and_can_continue_and_be_steer
     assert "there are more: " in live
     endpoints = json.loads((place.folder / "endpoints.json").read_text())
     page = f"{endpoints['buffer_url']}/#token={operator_token(endpoints['tokens_file'])}"
-    viewed = place.tba("view", "--no-open", "--json")
+    viewed = place.tba("view", "demo", "--no-open", "--json")
     assert json.loads(viewed.stdout) == {"url": page}, "it returns at once"
     started.kill()
     started.communicate(timeout=DEADLINE_S)

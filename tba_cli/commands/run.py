@@ -19,7 +19,7 @@ from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import with_absolute_paths
 from tba_cli.run_folder import RunFolder
 from tba_cli.shipped_recipes import recipe_path
-from tba_cli.sizing.machine import cpu_machine, suited
+from tba_cli.sizing.machine import cpu_machine, with_machine_defaults
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run_command(args: argparse.Namespace) -> int:
         recipe = resumed
     else:
         # a resume has what was chosen: it is in the run's recipe
-        recipe, chosen = suited(recipe, cpu_machine())
+        recipe, chosen = with_machine_defaults(recipe, cpu_machine())
         if chosen is not None:
             console.info(chosen)
         if args.fork is not None:

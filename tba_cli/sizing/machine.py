@@ -42,7 +42,7 @@ def cpu_machine() -> Machine:
     return Machine(max(1, num_cores), min([total_bytes, *(limit for _, limit in memory_limits())]))
 
 
-def suited(recipe: Recipe, machine: Machine) -> tuple[Recipe, str | None]:
+def with_machine_defaults(recipe: Recipe, machine: Machine) -> tuple[Recipe, str | None]:
     """Return the recipe with values for this machine where it sets none, and a line that says which; None: none.
 
     On a CPU searchers take cores from the trainer. So they may be one batch ahead of it, and then wait.

@@ -166,10 +166,10 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(error.reason, str(error))
     if isinstance(error, MemoryError):
         return Failure("out_of_memory", f"MemoryError: {error}")
-    return Failure("exception", told(error))
+    return Failure("exception", exception_text(error))
 
 
-def told(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     """Return `TYPE: TEXT`, and ` (FILE:LINE)` if the last note of the exception says that place."""
     places = [f" ({note})" for note in getattr(error, "__notes__", ())[-1:]]
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] + "".join(places)

@@ -31,7 +31,7 @@ from tba_cli.setup.origin import check_searchers
 from tba_cli.sizing import machine
 from tba_cli.sizing.estimate import estimate
 from tba_cli.sizing.gpu_layout import CARD_GIB, GIB, Layout, gpu_layout, misfits
-from tba_cli.sizing.machine import Machine, cpu_machine, suited
+from tba_cli.sizing.machine import Machine, cpu_machine, with_machine_defaults
 from tba_cli.sizing.model_shape import shape_of_folder
 from tests.support.model_shapes import QWEN_7B, SHAPES
 from tests.support.rollout_values import replace
@@ -260,7 +260,7 @@ ON_CPU = {"run": {"name": "x"}, "model": {"path": "m"}, "data": {"generator": "a
 
 
 def chosen(num_cores: int, **sections: dict[str, object]) -> tuple[Recipe, str | None]:
-    return suited(parse_recipe({**ON_CPU, **sections}, where="test"), Machine(num_cores, 8 * GIB))
+    return with_machine_defaults(parse_recipe({**ON_CPU, **sections}, where="test"), Machine(num_cores, 8 * GIB))
 
 
 def test_what_a_recipe_leaves_open_is_chosen_by_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_what_a_recipe_says_is_not_chosen(sections: dict[str, dict[str, object]]
 def test_recipes_that_are_shipped_leave_nothing_open_on_a_cpu() -> None:
     for path in (*(ROOT / "recipes").glob("*.toml"), *(ROOT / "examples/worlds").rglob("*.toml")):
         recipe = load_recipe(path, environ={})
-        left_open = suited(recipe, Machine(64, 8 * GIB))[1]
+        left_open = with_machine_defaults(recipe, Machine(64, 8 * GIB))[1]
         assert left_open is None, f"{path.name}: {left_open}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tba_reward.scorer import Failure, Item, clean, params_of, told
+from tba_reward.scorer import Failure, Item, clean, exception_text, params_of
 from tba_reward.scorers import Tools, build_scorer, python
 
 from tba.config.reward import PythonSpec
@@ -144,7 +144,7 @@ def test_an_exception_names_file_and_line_of_the_own_code(tmp_path: Path, monkey
     (tmp_path / "own_broken.py").write_text("import own_helper\n\nRATIO = own_helper.halve('b')\n")
     with pytest.raises(ValueError, match="'b'") as raised:
         python.load(params_of(PythonSpec(kind="python", function="own_broken:score")))
-    assert told(raised.value).endswith("float: 'b' (own_helper.py:2)")
+    assert exception_text(raised.value).endswith("float: 'b' (own_helper.py:2)")
 
 
 def test_the_version_changes_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

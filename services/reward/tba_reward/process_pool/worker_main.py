@@ -24,7 +24,7 @@ import msgspec
 
 from tba.plugins import import_object
 from tba_reward.child_messages import ItemMessage, LoadRule, Reply, ScoreItems, frame, read_frame
-from tba_reward.scorer import Failure, Item, Outcome, Params, clean, outcome_of, told
+from tba_reward.scorer import Failure, Item, Outcome, Params, clean, exception_text, outcome_of
 
 EXIT_OUT_OF_MEMORY = 97
 """Exit code of a worker that has reached its memory limit."""
@@ -73,7 +73,7 @@ def _replies(message: LoadRule | ScoreItems, rules: dict[int, LoadedRule]) -> It
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # foreign code may raise anything; it is reported
-            outcome = Failure("exception", f"{message.function} could not be loaded: {told(error)}")
+            outcome = Failure("exception", f"{message.function} could not be loaded: {exception_text(error)}")
         yield [outcome]
         return
     rule, params, is_batch = rules[message.rule]

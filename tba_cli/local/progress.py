@@ -26,7 +26,7 @@ async def until_over(
     on_run: Callable[[RunInfo], Awaitable[None]],
     failed_lineage: int | None = None,
 ) -> RunInfo:
-    """Poll the run about once a second until it is done; print a line every 5 s, and what to try in a new state.
+    """Poll the run about once a second until it is done; print a line every 5 s, and what to try in a state that lasts.
 
     The wait as a whole has no deadline.
 
@@ -40,7 +40,7 @@ async def until_over(
         ChildError: the run failed, or the buffer service was silent for too long.
     """
     num_failed, lineage, first_step, first_at_s, line_at_s = 0, 0, 0, 0.0, float("-inf")
-    state = ""
+    state = told = ""
     answered_at_s = time.monotonic()
     while True:
         try:
@@ -64,8 +64,9 @@ async def until_over(
             line_at_s, made = now_s, info.step - first_step
             step_s = (now_s - first_at_s) / made if made > 0 else None
             console.info(escape_controls(progress_line(info, stats, said.state, num_steps=num_steps, step_s=step_s)))
-            if said.state != state and said.remedy is not None:
+            if said.remedy is not None and said.state == state != told:
                 console.info(escape_controls(said.line))
+                told = state
             state = said.state
         if info.state == "done":
             return info

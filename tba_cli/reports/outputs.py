@@ -77,7 +77,7 @@ def result_lines(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if summary["steps"] < summary.get("num_steps", 0) and summary["state_reason"]:
         lines.append(f"ended early:   {summary['state_reason']}")
     lines.extend(f"warning: ledger: {violation}" for violation in summary["ledger_violations"][:5])
-    if (said := summary.get("summary")) is not None:
+    if (said := summary.get("summary")) is not None and said["state"] != "ended":  # the lines above say why
         lines.append(escape_controls(RunSummary.model_validate(said).line))
     lines.append(f"summary: {folder.summary_path}")
     if folder.model_path.exists():

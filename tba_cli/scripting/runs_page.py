@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 from tba_buffer.page.files import page_answer, page_router
 
 from tba.errors import ConfigError, NotFoundError
@@ -94,6 +94,10 @@ def build_app(place: Path, auth: Authenticator, opened: dict[str, Run]) -> FastA
     @app.get("/v1/runs/{name}/logs/{log}", dependencies=known)
     def log_text(name: str, log: str) -> dict[str, str]:
         return {"text": end_of_log(folder_of(name), log)}
+
+    @app.get("/runs/{name}")
+    async def without_slash(request: Request) -> Response:
+        return RedirectResponse(f"{request.scope['raw_path'].decode()}/")
 
     @app.api_route("/runs/{name}/{path:path}", methods=["GET", "POST", "PATCH"])
     async def page_of_run(name: str, path: str, request: Request) -> Response:

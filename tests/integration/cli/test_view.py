@@ -279,6 +279,7 @@ def test_runs_are_listed_compared_and_opened_on_one_port(two_runs, environ, brow
         ):
             assert get(base, path, None)[0] == 401, path
         assert get(base, "/v1/runs/..%2Fdemo", token)[0] == 404
+        assert get(base, "/runs/demo", None)[0] == 200, "its slash is added"
         assert len(list(Path(environ["TMPDIR"]).glob("tba-ended-*"))) == 0, "nothing is started for a stranger"
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         watched = Watched(page)
@@ -301,6 +302,7 @@ def test_runs_are_listed_compared_and_opened_on_one_port(two_runs, environ, brow
         page.uncheck("[id='choose-other']")
         until(page, "!document.querySelector('[aria-labelledby=chart-reward] .plot').ariaLabel.includes('other')")
         assert page.locator("tr:has-text('objective.preset')").count() == 1, "the whole recipe of one run"
+        assert page.locator("pre >> text=loss").count() == 1, "the log that was chosen stays"
         page.click("main >> text=demo >> nth=0")
         page.wait_for_selector("text=step 1, lineage 1")
         assert token not in page.url

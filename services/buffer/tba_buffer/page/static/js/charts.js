@@ -5,6 +5,7 @@ import { number } from "./format.js";
 
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
 const MIN_HEIGHT = 240;
+const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
 const FONT = "12px system-ui, sans-serif";
 const sync = () => window.uPlot.sync("steps");
 const drawn = new Set();
@@ -96,7 +97,7 @@ export class Chart {
       ...this.size(),
       cursor: { sync: { key: sync().key }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: this.options.range ? () => this.options.range : around } },
-      axes: [{ ...axis, size: 36, label: this.x }, { ...axis, size: 50, label: this.options.unit, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
+      axes: [{ ...axis, size: 36, label: this.x, incrs: this.x === "step" ? WHOLE : null }, { ...axis, size: 50, label: this.options.unit, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
       series: [
         { label: this.x, value: (plot, step) => number(step ?? plot.data[0].at(-1)) },
         ...series.map((one) => ({
@@ -122,10 +123,10 @@ export class Chart {
   }
 }
 
-/** The range of an axis: a constant curve lies in the middle of one unit. */
+/** The range of an axis: a constant curve lies in the middle of one unit, without values below 0 where it has none. */
 function around(_, low, high) {
   if (low === null || high === null) return [0, 1];
-  return low === high ? [low - 0.5, high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true);
+  return low === high ? [low < 0 ? low - 0.5 : Math.max(0, low - 0.5), high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function last(values) {

@@ -103,7 +103,7 @@ export function bars(caption, items, empty) {
     h("tbody", {}, items.map(([label, number, kind]) => h("tr", { class: kind ?? null },
       h("th", { scope: "row" }, label),
       h("td", { class: "number" }, number.toLocaleString("en-US")),
-      h("td", { class: "track", "aria-hidden": "true" },
+      h("td", { "aria-hidden": "true" },
         h("div", { class: "bar", style: { width: `${(100 * number) / largest}%` } }))))));
 }
 

@@ -31,6 +31,11 @@ function chosen() {
   return (choice.runs ?? []).flatMap((name) => rows.filter((row) => row.name === name));
 }
 
+/** The rows of the runs that are chosen, and of the one whose log is. */
+function asked() {
+  return rows.filter((row) => choice.runs.includes(row.name) || choice.log.startsWith(`${row.name}/`));
+}
+
 async function cycle() {
   clearTimeout(timer);
   const problem = document.getElementById("problem");
@@ -39,7 +44,7 @@ async function cycle() {
     rows = found.runs;
     document.getElementById("folder").textContent = `${rows.length} in ${found.folder}`;
     choice.runs ??= rows.filter((row) => row.step).slice(0, NUM_FIRST).map((row) => row.name);
-    await Promise.all(chosen().map(ask));
+    await Promise.all(asked().map(ask));
     problem.hidden = true;
     draw();
   } catch (error) {
@@ -61,13 +66,13 @@ async function ask(row) {
 }
 
 function draw() {
-  const [list, curves, recipes, logs] = places, runs = chosen().map((row) => known.get(row.name)).filter(Boolean);
+  const [list, curves, recipes, logs] = places, [runs, logged] = [chosen(), asked()].map((some) => some.map((row) => known.get(row.name)).filter(Boolean));
   fillIfChanged(list, [rows, choice.runs], runTable);
   fillIfChanged(curves, [runs.length > 0, choice.axis, choice.smooth], () => curvePanel(runs.length > 0));
   if (runs.length) drawCurves(runs);
   fillIfChanged(recipes, [runs.map((run) => [run.row.name, run.recipe]), choice.all], () => recipePanel(runs));
   const before = logs.dataset.key;
-  fillIfChanged(logs, [runs.map((run) => [run.row.name, run.logs]), choice.log, shownLog], () => logPanel(runs));
+  fillIfChanged(logs, [logged.map((run) => [run.row.name, run.logs]), choice.log, shownLog], () => logPanel(logged));
   if (logs.dataset.key !== before) logs.querySelector("pre")?.scrollTo(0, Number.MAX_SAFE_INTEGER);
 }
 
@@ -118,13 +123,13 @@ function leaves(value, path = "") {
 function recipePanel(runs) {
   if (!runs.length) return [];
   const recipes = runs.map((run) => new Map(leaves(run.recipe)));
-  const rows = [...new Set(recipes.flatMap((one) => [...one.keys()]))].map((key) => [key, ...recipes.map((one) => one.get(key) ?? "")]);
+  const rows = [...new Set(recipes.flatMap((one) => [...one.keys()]))].filter((key) => key !== "run.name").map((key) => [key, ...recipes.map((one) => one.get(key) ?? "")]);
   const differs = ([, ...values]) => values.some((value) => value !== values[0]);
   const isOne = runs.length === 1;
-  return panel(isOne ? "Recipe" : "Recipes", `Every setting, with defaults filled in${isOne ? "" : "; what differs is bold"}.`,
+  return panel(isOne ? "Recipe" : "Recipes", isOne ? "Every setting, with defaults filled in." : choice.all ? "Every setting, with defaults filled in; what differs is bold." : "The settings that differ.",
     isOne ? null : h("label", {}, h("input", { type: "checkbox", id: "choose-all", checked: Boolean(choice.all), onchange: (event) => choose({ all: event.target.checked ? "1" : "" }) }), " also what is equal"),
     h("div", { class: "low" }, table("Settings", ["setting", ...runs.map((run) => run.row.name)], rows.filter((row) => isOne || choice.all || differs(row))
-      .map((row) => (differs(row) ? [row[0], ...row.slice(1).map((value) => h("b", {}, value))] : row)), "Their recipes are equal.")));
+      .map((row) => (choice.all && differs(row) ? [row[0], ...row.slice(1).map((value) => h("b", {}, value))] : row)), "Their recipes are equal.")));
 }
 
 function logPanel(runs) {

@@ -7,7 +7,7 @@ import { awaited, state, subscribe } from "../state.js";
 
 export function fleet(place) {
   const searchers = h("div"), others = h("div"), versions = h("div"), evaluations = h("div");
-  place.append(searchers, others, versions, evaluations);
+  place.append(searchers, others, evaluations, versions);
   let versionsAt, published = null, alive = true;
   const draw = ({ run }) => {
     if (run === null) return;
@@ -45,7 +45,7 @@ function searcherPanel(run) {
 }
 
 function stateText(item) {
-  return [h("span", { class: "badge", "data-state": item.alive ? "running" : "failed" }, item.alive ? item.state : "silent"),
+  return [h("span", { class: "badge", "data-state": item.alive ? "running" : state.run.read_only ? null : "failed" }, item.alive ? item.state : "silent"),
     item.note ? ` ${item.note}` : ""];
 }
 

@@ -5,7 +5,7 @@ import { fill, h, panel, table } from "../dom.js";
 import { number, percent, time } from "../format.js";
 import { awaited, runKnown } from "../state.js";
 
-const PAGE = 20, MAX_LINKS = 4;
+const PAGE = 20, MAX_LINKS = 3;
 
 export function ledger(place) {
   let alive = true;
@@ -34,7 +34,7 @@ function content(entries, after, show) {
         Object.entries(entry.refused).map(([reason, num]) => `refused: ${reason} ${num}`).join(", "), links(entry.rollout_ids)]
         .filter((part) => part && part.length !== 0).map((part, at) => [at ? ", " : "", part])]);
   return panel("Ledger", "Every optimizer step of the run, exactly once, with the batch that it consumed: what a resume continues from. Newest first.",
-    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", "settings", ""], rows, awaited("The first optimizer step is awaited.")),
+    table("Ledger", ["step", "acked", "rollouts", "recent slots", "mean reward", "settings", "batch"], rows, awaited("The first optimizer step is awaited.")),
     h("p", { class: "tools" }, h("button", { onclick: () => show() }, "Newest"), after > 0 ? h("button", { onclick: () => show(after) }, "Older") : null));
 }
 
@@ -44,5 +44,5 @@ function slots(counts) {
 
 function links(ids) {
   return [ids.slice(0, MAX_LINKS).map((id, at) => [at ? " " : "", h("a", { href: `#/rollout/${id}` }, id.slice(-8))]),
-    ids.length > MAX_LINKS ? ` and ${ids.length - MAX_LINKS} more` : ""];
+    ids.length > MAX_LINKS ? ` + ${ids.length - MAX_LINKS} more` : ""];
 }

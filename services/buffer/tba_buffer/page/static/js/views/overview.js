@@ -40,7 +40,7 @@ const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70
 export function overview(place) {
   const charts = CHARTS.map(([title, unit, howToRead, metrics, range]) => [new Chart({ title, unit, howToRead, range }), metrics]);
   const grid = (some) => h("div", { class: "grid" }, some.map(([chart]) => chart.element));
-  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid" });
+  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid two" });
   place.append(grid(charts.slice(0, NUM_FIRST)), numbers, grid(charts.slice(NUM_FIRST)), data);
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
@@ -55,11 +55,14 @@ export function overview(place) {
 }
 
 function drawChart(chart, metrics, run, curves) {
-  // the accuracy often lies on the reward
   const own = metrics.map(([name, label]) => ({
     label, steps: curves.steps, values: curves.values[name] ?? [], dash: ["accuracy", "grad_norm_limit"].includes(name) ? [6, 4] : undefined,
   }));
-  if (chart.options.title === "Reward") own.push(...evaluationSeries(run.evals));
+  if (chart.options.title === "Reward") {
+    // where an answer is right or wrong, both are one curve
+    if (String(own[0].values) === String(own[1].values)) own.splice(0, 2, { ...own[0], label: "reward = accuracy, batch" });
+    own.push(...evaluationSeries(run.evals));
+  }
   chart.draw(...align(own.filter((one) => one.values.length)),
     curves.steps.length ? "No step of this run has it." : awaited("The first optimizer step is awaited."));
 }

@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { emptyText, facts, fill, h, panel, table } from "../dom.js";
-import { duration, gold, lastTurn, number, oneLine, time } from "../format.js";
+import { duration, gold, lastTurn, number, oneLine, stepOf, time } from "../format.js";
 import { rewardText, trail } from "./rollouts.js";
 
 const MAX_TOKENS = 4000;
@@ -18,7 +18,7 @@ export function rollout(place, { argument }) {
       const group = h("div", {}, emptyText("Asking for its group.")), links = h("p", { class: "tools" });
       const isListed = trail.ids.includes(item.rollout_id);
       if (isListed) fill(links, steps(item, trail.ids, "in the list", trail.hash));
-      fill(place, links, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), answered(item), worth(item), trained(item),
+      fill(place, links, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), answered(item), h("div", { class: "grid two" }, worth(item), trained(item)),
         panel("Its group", "The rollouts that the newest step compared, those that are still stored: one that is better than the others is made more likely.", group,
           h("p", {}, h("a", { href: `#/rollouts?prompt_id=${encodeURIComponent(item.prompt_id)}` }, "All stored rollouts of this prompt"))));
       // beside the rest, which is there at once
@@ -147,5 +147,5 @@ function trained(item) {
         [step.skipped ? `skipped: ${step.skipped}` : "", step.abandoned ? "abandoned: the run went back" : ""].filter(Boolean).join(", ")]),
       item.num_batches ? `It was drawn by ${item.num_batches} batch${item.num_batches === 1 ? "" : "es"}, of steps under way or whose advantages are not kept (any more).`
         : "No step has trained on it."),
-    item.trained_since ? h("p", { class: "how" }, `Advantages are kept from step ${item.trained_since} on.`) : null);
+    stepOf(item.trained_since) > 1 ? h("p", { class: "how" }, `Advantages are kept from step ${item.trained_since} on.`) : null);
 }

@@ -30,8 +30,7 @@ export function rollouts(place, { query }) {
   place.append(
     h("h2", {}, "Rollouts"),
     h("p", { class: "how" }, "What the model answered. Sort by worst to find what fails, by best to find what is rewarded for the wrong reason."),
-    form(chosen), columnChoice(() => redraw()), result,
-    h("p", { class: "tools" }, h("button", { onclick: (event) => exportAll(event.target, chosen) }, "Export all that match (Parquet)")));
+    form(chosen), columnChoice(() => redraw()), result);
   let cursor = null, alive = true, asking = false;
   const list = h("div", { class: "rows" });
   const redraw = () => { if (shown.length || !cursor) fill(list, rolloutTable(shown)); };
@@ -47,7 +46,7 @@ export function rollouts(place, { query }) {
       Object.assign(trail, { ids: shown.map((item) => item.rollout_id), hash: location.hash });
       redraw();
       fill(result, shown.length || !cursor ? list : h("p", { class: "empty" }, "None so far; there is more to look through."), h("p", { role: "status" },
-        `${shown.length} shown${page.num_read ? `, ${number(page.num_read)} read for the last page` : ""}. `,
+        `${shown.length} shown${page.num_read > page.rollouts.length ? `, ${number(page.num_read)} read for the last page` : ""}. `,
         cursor ? h("button", { onclick: more }, "More") : "That is all."));
     } catch (error) {
       if (alive) fill(result, shown.length ? list : null, h("p", { class: "problem", role: "alert" }, error.message, " ",
@@ -77,6 +76,7 @@ function form(chosen) {
   };
   const isFurther = FILTERS.slice(NUM_FIRST).some(([name]) => chosen[name]);
   return h("form", { class: "filters", onsubmit: submit }, inputs.slice(0, NUM_FIRST), h("button", { class: "primary" }, "Show"),
+    h("button", { type: "button", onclick: (event) => exportAll(event.target, chosen) }, "Export all that match (Parquet)"),
     h("details", { open: isFurther }, h("summary", {}, "More filters"), h("div", { class: "filters" }, inputs.slice(NUM_FIRST))));
 }
 
@@ -89,7 +89,7 @@ export function fieldsOf(form) {
 const COLUMNS = [
   ["reward", (item) => rewardText(item), true],
   ["completion", (item) => h("a", { href: `#/rollout/${item.rollout_id}` }, oneLine(item.response_text) || "(empty)"), true],
-  ["prompt", (item) => h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_text === null ? item.prompt_id : oneLine(lastTurn(item.prompt_text, item.prompt_text.length === TEXT_CHARS), 80)), true],
+  ["prompt", (item) => h("a", { class: "second", href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_text === null ? item.prompt_id : oneLine(lastTurn(item.prompt_text, item.prompt_text.length === TEXT_CHARS), 80)), true],
   ["gold", (item) => oneLine(gold(item.prompt_data), 40), true],
   ["ended by", (item) => item.finish_reason, true],
   ["tokens", (item) => number(item.num_response_tokens), true],

@@ -42,9 +42,10 @@ function text(value) {
 /** The settings; `changed` is called when one was changed here. */
 function livePanel(live, changed) {
   return panel("Live settings", "What may change while the run continues. Each change is in the audit below.",
-    table("Live settings", ["setting", "next step", "changed to", "recipe", ""], Object.entries(live.recipe).map(([name, recipe]) => [
-      name, number(live.now[name]), live.settings[name] === null ? "" : text(live.settings[name]), text(recipe),
-      state.run?.read_only ? "" : h("button", { onclick: () => askSetting(name, number(live.now[name]), text(recipe), changed) }, "Change")]), ""));
+    table("Live settings", ["setting", "next step", "", "changed to", "recipe"], Object.entries(live.recipe).map(([name, recipe]) => [
+      name, number(live.now[name]),
+      state.run?.read_only ? "" : h("button", { onclick: () => askSetting(name, number(live.now[name]), text(recipe), changed) }, "Change"),
+      live.settings[name] === null ? "" : text(live.settings[name]), text(recipe)]), ""));
 }
 
 function auditPanel(live) {

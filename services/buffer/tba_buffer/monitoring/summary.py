@@ -253,7 +253,7 @@ def _alarm(run: _Run) -> Finding | None:
     else:
         return None
     if run.is_tied:  # another rate moves it no more
-        return f"{found}, and now in every group all rewards are equal: it learns no more.", f"{_go_back(run)}."
+        return f"{found}, and now in every group all rewards are equal: it learns nothing.", f"{_go_back(run)}."
     remedy = REMEDIES[name].replace("lower the learning rate", f"lower the learning rate{run.now_rate}", 1)
     if run.recipe is not None and run.recipe.trainer.sync_interval == 1:  # no lower one
         remedy = remedy.replace(", or lower trainer.sync_interval", "").replace(" or trainer.sync_interval", "")

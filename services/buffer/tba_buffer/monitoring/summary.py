@@ -103,12 +103,6 @@ class _Run:
         return fmean(recent) if len(recent) >= min_points else None
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the newest batches had no group with different rewards, so that nothing was learned from them."""
-        tied = self.known("frac_reward_zero_std")[-MIN_POINTS:]
-        return len(tied) == MIN_POINTS and min(tied) == 1.0 and not self.is_solved
-
-    @property
     def now_rate(self) -> str:
         """The present learning rate, to be said behind the words."""
         rates = self.known("learning_rate")
@@ -252,7 +246,8 @@ def _alarm(run: _Run) -> Finding | None:
         name, found = on[0], f"The alarm {on[0]} {'was' if run.is_over else 'is'} on"
     else:
         return None
-    if run.is_tied:  # another rate moves it no more
+    tied = run.known("frac_reward_zero_std")[-MIN_POINTS:]
+    if len(tied) == MIN_POINTS and min(tied) == 1.0 and not run.is_solved:  # another rate moves it no more
         return f"{found}, and now in every group all rewards are equal: it learns nothing.", f"{_go_back(run)}."
     remedy = REMEDIES[name].replace("lower the learning rate", f"lower the learning rate{run.now_rate}", 1)
     if run.recipe is not None and run.recipe.trainer.sync_interval == 1:  # no lower one

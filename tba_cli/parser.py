@@ -239,7 +239,7 @@ def _command(
     )
     parser.set_defaults(command=f"tba_cli.commands.{function}", takes=takes)
     if run:
-        _add_run_name(parser)
+        _add_run_name(parser, "all of them" if words == "view" else "the newest")
     return parser
 
 
@@ -291,8 +291,8 @@ def _add_loudness(parser: argparse.ArgumentParser) -> None:
     loud.add_argument("--verbose", action="store_true", help="show every log line of the services, not only warnings")
 
 
-def _add_run_name(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="name of a run under runs/; default: the newest")
+def _add_run_name(parser: argparse.ArgumentParser, default: str = "the newest") -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"name of a run under runs/; default: {default}")
 
 
 def _add_reason(parser: argparse.ArgumentParser) -> None:

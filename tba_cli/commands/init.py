@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from tba.errors import ConfigError
@@ -23,7 +26,9 @@ def init_command(args: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already, and nothing in it is overwritten; name another one with --folder")
     if args.model is not None and not args.json:
-        print("measuring rows and model, which takes about half a minute", flush=True)
+        print(
+            "measuring rows and model, some seconds; a minute where memory is scarce and a step is traced", flush=True
+        )
     files = task_files(task) if args.model is None else model_task_files(task, args.model, args.data, this_machine())
     folder.mkdir(parents=True, exist_ok=True)
     names = []
@@ -33,7 +38,9 @@ def init_command(args: argparse.Namespace) -> int:
         names.append(str(folder / name))
     steps = [f"tba score examples.jsonl --recipe {task}.toml"] if "examples.jsonl" in files else []
     steps += [f"tba config check {task}.toml", f"tba run {task}.toml"]
-    shown = [f"  {step}" for step in (f"cd {shlex.quote(str(folder))}", *steps)]
+    is_found = shutil.which("tba") or Path(sys.argv[0]).name != "tba"  # in a clone it is not on PATH
+    program = "tba" if is_found else shlex.quote(os.path.abspath(sys.argv[0]))
+    shown = [f"  {step.replace('tba ', f'{program} ', 1)}" for step in (f"cd {shlex.quote(str(folder))}", *steps)]
     lines = [f"wrote {', '.join(names)}", "next:", *shown]
     print_answer({"folder": str(folder), "files": names, "next": steps}, lines, as_json=args.json)
     return 0

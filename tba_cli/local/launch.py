@@ -24,6 +24,7 @@ from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import check_installed, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
+from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start, try_model
 
@@ -59,6 +60,7 @@ def run_local(
     Raises:
         TbaError: something is missing, wrong or in use, or (ChildError) the run failed.
     """
+    console.info("checking the recipe, its prompts, model and scorers")
     original = with_absolute_paths(recipe)
     check_searchers(original)
     # first what takes no time: to fetch or train a model may take long
@@ -72,8 +74,8 @@ def run_local(
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
     endless = None if needs_warm_start else endless_warning(original, prompts)
-    warnings = (original.temperature_warning, seed_warning(original), endless, *prompt_warnings(original, prompts))
-    for warning in filter(None, warnings):
+    warnings = (original.temperature_warning, rate_warning(original), seed_warning(original), endless)
+    for warning in filter(None, (*warnings, *prompt_warnings(original, prompts))):
         console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
     if not resume and original.reward.tasks:  # the built-in tasks need no trial

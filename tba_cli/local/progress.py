@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 from tba.api import RunInfo, Stats
 from tba.clients import BufferClient
 from tba.errors import ChildError, UnavailableError
 from tba.fields import escape_controls
+from tba.versions import START
 from tba_cli.console import Console
 from tba_cli.reports.outputs import failures_line
 
+Values = Mapping[str, Sequence[float | None]]
 POLL_INTERVAL_S = 1.0
 LINE_INTERVAL_S = 5.0
+MIN_ETA_STEPS = 3  # the first take longer than others
+NUM_RECENT = 10
+FACTS = {
+    "reward_mean": "reward {:.3f}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "cut off {:.0%}",
+    "frac_reward_zero_std": "groups without a difference {:.0%}",
+}
+"""What is shown of the newest step, and of the reward also the mean of NUM_RECENT steps."""
 
 
 async def until_over(
@@ -47,6 +59,7 @@ async def until_over(
             info, stats = await asyncio.to_thread(lambda: (client.run(), client.stats()))
             is_due = time.monotonic() - line_at_s >= LINE_INTERVAL_S
             said = await asyncio.to_thread(client.summary) if is_due else None
+            recent = await asyncio.to_thread(_recent, client, info.step) if is_due else {}
         except UnavailableError as error:
             if time.monotonic() - answered_at_s > silence_s:
                 raise ChildError(f"wait 'buffer-poll': no answer for {silence_s:.0f} s: {error}") from None
@@ -62,8 +75,8 @@ async def until_over(
             lineage, first_step, first_at_s = info.lineage, info.step, now_s
         if said is not None:
             line_at_s, made = now_s, info.step - first_step
-            step_s = (now_s - first_at_s) / made if made > 0 else None
-            console.info(escape_controls(progress_line(info, stats, said.state, num_steps=num_steps, step_s=step_s)))
+            step_s = (now_s - first_at_s) / made if made >= MIN_ETA_STEPS else None
+            console.info(escape_controls(progress_line(info, stats, said.state, recent, num_steps, step_s)))
             if said.remedy is not None and said.state == state != told:
                 console.info(escape_controls(said.line))
                 told = state
@@ -77,39 +90,48 @@ async def until_over(
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def progress_line(info: RunInfo, stats: Stats, state: str, *, num_steps: int, step_s: float | None) -> str:
+def _recent(client: BufferClient, step: int) -> Values:
+    first = max(1, step - NUM_RECENT + 1)
+    return client.curves(names=list(FACTS), from_step=first, to_step=max(1, step)).values
+
+
+def progress_line(info: RunInfo, stats: Stats, state: str, recent: Values, num_steps: int, step_s: float | None) -> str:
     """Return a line about how far the run is; unknown values are left out.
 
     Args:
         state: `RunSummary.state`.
+        recent: metric of FACTS -> its values in the newest steps.
         step_s: mean seconds per step of this lineage so far, for the ETA; None: no ETA.
     """
-    facts = [f"step {info.step}/{num_steps}", state]
-    if stats.mean_reward_recent is not None:
-        facts.append(f"reward {stats.mean_reward_recent:.3f}")
-    facts += batch_facts(info)
+    pending = next((item for item in info.evals if item.state == "pending" and not item.abandoned), None)
+    # nothing is trained meanwhile, or no more
+    is_outside = info.step in (0, num_steps) or info.state == "stopping"
+    if pending is not None:
+        what = "the starting model" if pending.version == str(START) else f"version {pending.version}"
+        doing = f"evaluating {what}, {pending.num_done} of {pending.num_prompts} held-out prompts"
+        state = doing if is_outside and state in ("waiting", "learning") else f"{state}  {doing}"
+    facts = [f"step {info.step}/{num_steps}", state, *_batch_facts(recent)]
     done = [item for item in info.evals if item.state == "done" and not item.abandoned]
     newest = max(done, key=lambda item: item.finished_at_s or 0.0, default=None)
     if newest is not None and newest.accuracy is not None:
         facts.append(f"held-out accuracy {newest.accuracy:.3f}")
     if (rates := stats.rates) is not None:
         facts.append(f"rollouts/s {rates.generated_per_s:.0f} generated {rates.trained_per_s:.0f} trained")
-    if step_s is not None:
+    if step_s is not None and not is_outside:
         facts.append(f"ETA {duration(step_s * (num_steps - info.step))}")
     if info.waits and (info.step == 0 or state == "waiting"):
-        facts.append("waits: " + ", ".join(f"{wait.owner}: {wait.name}" for wait in info.waits))
+        waits = dict.fromkeys(f"{wait.kind or wait.owner}: {wait.name}" for wait in info.waits)
+        facts.append(f"waits: {', '.join(waits)}")
     return "  ".join(facts)
 
 
-def batch_facts(info: RunInfo) -> list[str]:
-    """Return what the trainer's last batch says about its responses and rewards."""
-    gauges = next((item.gauges for item in info.components if item.kind == "trainer"), {})
-    told = {
-        "completions/mean_length": "length {:.0f}",
-        "completions/clipped_ratio": "cut off {:.0%}",
-        "frac_reward_zero_std": "groups without a difference {:.0%}",
-    }
-    return [text.format(gauges[name]) for name, text in told.items() if name in gauges]
+def _batch_facts(recent: Values) -> Iterator[str]:
+    for name, text in FACTS.items():
+        values = recent.get(name) or [None]
+        if values[-1] is not None:
+            yield text.format(values[-1])
+        if name == "reward_mean" and len(known := [value for value in values if value is not None]) > 1:
+            yield f"mean of {len(known)} steps {fmean(known):.3f}"
 
 
 def duration(seconds: float) -> str:

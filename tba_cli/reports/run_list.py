@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from tba_cli.reports.history import load_end
 from tba_cli.run_folder import MARKER, RunFolder
 
 MAX_POINTS = 300
+NUM_RECENT = 10
+"""Steps whose mean reward the list shows."""
 LOG_BYTES = 256 * 1024
 """Size of the end of a log that is shown."""
 MAX_KEPT = 512
@@ -47,7 +50,8 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
             row |= {"state": "interrupted", "reason": load_end(folder).reason}
         parts = {name: recipe.get(name, {}) for name in ("trainer", "model", "objective")}
         row |= {"num_steps": parts["trainer"].get("num_steps"), "objective": parts["objective"].get("preset")}
-        return row | {"model": Path(parts["model"].get("path", "")).name} | _numbers(folder)["newest"]
+        row |= {"model": Path(parts["model"].get("path", "")).name} | _numbers(folder)["newest"]
+        return row | {"started_at_s": row["started_at_s"] or folder.locked_at_ns / 1e9}
     except UNREADABLE as error:
         return row | {"state": "unreadable", "reason": f"{type(error).__name__}: {error}"}
 
@@ -101,9 +105,11 @@ def _read(path: Path, _mtime_ns: int, size: int) -> dict[str, Any]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     steps, evaluations = found["step"], sorted(found["evaluation"], key=lambda one: one["step"])
+    rewards = [one["metrics"].get("reward_mean") for one in steps[-NUM_RECENT:]]
+    rewards = [reward for reward in rewards if reward is not None]
     newest = {
         "step": steps[-1]["step"] if steps else 0,
-        "reward": steps[-1]["metrics"].get("reward_mean") if steps else None,
+        "reward": fmean(rewards) if rewards else None,
         "accuracy": evaluations[-1]["metrics"].get("accuracy") if evaluations else None,
         "started_at_s": started_at_s,
     }

@@ -88,7 +88,9 @@ def run(
     if steps is not None:
         all_sets = [f"trainer.num_steps={steps}", f"eval.every_steps={max(1, steps // 3)}", *all_sets]
     if model is not None and progress:
-        print("measuring rows and model, which takes about half a minute", flush=True)
+        print(
+            "measuring rows and model, some seconds; a minute where memory is scarce and a step is traced", flush=True
+        )
     inputs = prepare(
         recipe,
         model=model,

@@ -1,6 +1,7 @@
 """Serve the runs of a folder on one port of loopback, with one token.
 
-/                    the list: states, curves over one another, recipes, logs, from the files of the runs
+/                    the list: states, curves over one another, recipes, logs, from the files of the runs; the state of
+                     one in progress is that of its buffer
 /runs/NAME/          the page of a run
 /runs/NAME/v1/...    passed on to the buffer of the run, as `tba.Run` has it: that of the run in progress, or a
                      read-only one over a copy of the files, which the first request starts
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,21 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
 from tba_buffer.page.files import page_answer, page_router
 
-from tba.errors import ConfigError, NotFoundError
+from tba.clients import BufferClient
+from tba.errors import ConfigError, NotFoundError, TbaError
 from tba.server import Authenticator
 from tba.server.problems import install_problem_handlers
 from tba.server.serve import Server, bind
+from tba.tokens import operator_client_token
 from tba_cli.child_processes import interrupt_on_signals
 from tba_cli.reports.run_list import end_of_log, run_details, run_folders, run_row
 from tba_cli.run_folder import RunFolder
-from tba_cli.run_target import Page, page_url
+from tba_cli.run_target import Page, endpoints_of, page_url
 from tba_cli.scripting.run_handle import Run
 
 LOOPBACK = "127.0.0.1"
+STATE_TIMEOUT_S = 2.0
+"""Longest time to ask a run in progress for its state: the list waits for it."""
 MAX_OPEN = 8
 """Most runs whose pages are open; the one that was opened first is closed for another."""
 READ_BYTES = 64 * 1024
@@ -85,7 +90,7 @@ def build_app(place: Path, auth: Authenticator, opened: dict[str, Run]) -> FastA
     # plain functions run in a thread: a file of metrics may be long
     @app.get("/v1/runs", dependencies=known)
     def runs() -> dict[str, Any]:
-        return {"folder": str(place), "runs": [run_row(folder) for folder in run_folders(place).values()]}
+        return {"folder": str(place), "runs": [_row(folder) for folder in run_folders(place).values()]}
 
     @app.get("/v1/runs/{name}", dependencies=known)
     def details(name: str) -> dict[str, Any]:
@@ -118,3 +123,15 @@ def build_app(place: Path, auth: Authenticator, opened: dict[str, Run]) -> FastA
 
     app.include_router(page_router("runs.html"))
     return app
+
+
+def _row(folder: RunFolder) -> dict[str, Any]:
+    row = run_row(folder)
+    if row["state"] == "running":
+        with suppress(TbaError):  # it starts or ends, or its buffer is busy
+            url, tokens_file, ca_file = endpoints_of(folder)
+            token, timeout_s = operator_client_token(tokens_file), STATE_TIMEOUT_S
+            with closing(BufferClient(url, token=token, retry_s=0, timeout_s=timeout_s, ca_file=ca_file)) as client:
+                said = client.summary()
+            row |= {"state": said.state, "reason": said.finding}
+    return row

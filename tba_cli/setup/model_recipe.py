@@ -11,7 +11,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ NAME = re.compile("[a-z][a-z0-9_-]{0,40}")
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 GOLD_COLUMNS = ("answer", "solution", "ground_truth", "completion")
 NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.[0-9]+|(?<=[0-9])|\.[0-9]+)", re.ASCII)
+BARE = re.compile("[A-Za-z0-9_-]+")
 LATEX = re.compile(r"(?<!:)\\[A-Za-z]{2,}|^\s*\$[^$]+\$\s*$")
 RATES = (
     (0.3e9, 2e-5, "Hugging Face's GRPO course has 2e-5 at 0.135B"),
@@ -48,12 +49,14 @@ SCORER = r'''"""A first guess of the reward, for you to change, with examples.js
 import re
 
 
-def score(prompts: list[str], completions: list[str], answer: list[str], **columns: object) -> list[float | None]:
+def score(prompts: list, completions: list, answer: list, **columns: list) -> list[float | None]:
     """Give 1 to a response that ends with the gold answer, 0.5 to one that has it elsewhere, and 0 to others.
 
     Case and punctuation do not count. The 0.5 is there because nothing is learned while all rewards are the same.
     """
-    pairs = [(_words(completion), _words(str(gold))) for completion, gold in zip(completions, answer, strict=True)]
+    # messages, as in TRL, where the prompts are
+    texts = [turns if isinstance(turns, str) else turns[-1]["content"] for turns in completions]
+    pairs = [(_words(text), _words(str(gold))) for text, gold in zip(texts, answer, strict=True)]
     return [1.0 if written.endswith(gold) else 0.5 if gold in written else 0.0 for written, gold in pairs]
 
 
@@ -62,6 +65,8 @@ def _words(text: str) -> str:
     found = re.findall(r"-?\d+(?:\.\d+)?|\w+|[^\w\s.,;:!?'\"()]", text.casefold())
     return " ".join(["", *(found or text.split()), ""])
 '''
+RATE_FACTOR, MIN_RATED_PARAMS = 10.0, 5e7
+"""So many times such a rate broke models within a few steps; far smaller models bear more."""
 Scorers = Sequence[Mapping[str, Any]]
 quoted = partial(json.dumps, ensure_ascii=False)
 
@@ -90,8 +95,8 @@ def model_task_files(
     Args:
         model: folder in Hugging Face format, or ORG/NAME on the hub.
         data: JSONL file of rows in TRL's format, with a prompt each. Without `scorers` each has a gold answer too.
-        scorers: as a recipe has them. They get every other column, and as in TRL messages of prompt and response if
-            the prompts are messages. None: one that reads the gold answers.
+        scorers: as a recipe has them. None: one that reads the gold answers, as `answer`. Functions get every other
+            column, and as in TRL messages of prompt and response if the prompts are messages.
         lora: whether to train an adapter; None: where training all weights does not fit.
 
     Raises:
@@ -136,7 +141,7 @@ def model_task_files(
     why = f"{'LoRA' if lora else 'all weights'}: {why}"
     found = {f"{task}.toml": recipe_text(why, has_lora=lora), "rows.jsonl": data.read_bytes().decode()}
     if kind == "python" and scorers is None:
-        gold, example = golds[0], {"task": task, "prompt": prompts[0].text, "data": {"answer": golds[0]}}
+        gold, example = golds[0], {"task": task, "prompt": prompts[0].text, "data": prompts[0].data}
         shown = {gold: 1.0, f"The answer is {gold}.": 1.0, f"{gold} or not": 0.5, "": 0.0}
         examples = [{**example, "response": response, "expected": expected} for response, expected in shown.items()]
         found |= {"scorer.py": SCORER, "examples.jsonl": "".join(f"{json.dumps(row)}\n" for row in examples)}
@@ -145,17 +150,54 @@ def model_task_files(
 
 def _fits(recipe: Recipe, shape: ModelShape, machine: Machine) -> tuple[bool, str]:
     """Return whether all weights can be trained on this machine, and why."""
-    files = {"config": recipe.model_dump_json(), "model": json.dumps(shape.config)}
-    peak_bytes = ask_program("tba_trainer.memory_trace", **files)["peak_bytes"]
+    # a trace takes most of the time, and is needed only where memory is scarce
+    peak_bytes = _most_bytes(recipe, shape)
+    said = f"less than {peak_bytes / GIB:.1f} GiB"
+    if not _has_room(recipe, shape, machine, peak_bytes)[0]:
+        files = {"config": recipe.model_dump_json(), "model": json.dumps(shape.config)}
+        peak_bytes = ask_program("tba_trainer.memory_trace", **files)["peak_bytes"]
+        said = f"{peak_bytes / GIB:.1f} GiB (traced)"
+    fits, where = _has_room(recipe, shape, machine, peak_bytes)
+    return fits, f"to train all takes {said}, of {where}"
+
+
+def _most_bytes(recipe: Recipe, shape: ModelShape) -> int:
+    """Return more than a step can take, by sizes alone: traces of six dense models were 0.1 to 0.6 of it."""
+    if any("expert" in name for name in shape.config):
+        return 2**62
+    longest = recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens
+    tokens = max(recipe.trainer.micro_batch_tokens, recipe.sampling.group_size * longest)
+    tokens = min(tokens, recipe.sampling.prompts_per_batch * recipe.sampling.group_size * longest)
+    num_heads = shape.hidden_size // shape.head_size
+    layer = 16 * shape.hidden_size + 6 * shape.inner_size + 3 * num_heads * longest
+    layers = DTYPE_BYTES[recipe.trainer.compute_dtype] * shape.num_layers * layer
+    # weights, a second model, a published copy, gradients and moments; then six tables of logits
+    return 24 * shape.num_params + tokens * (24 * shape.vocab_size + layers)
+
+
+def _has_room(recipe: Recipe, shape: ModelShape, machine: Machine, peak_bytes: int) -> tuple[bool, str]:
+    """Return whether a trainer that takes `peak_bytes` fits beside the searchers, and into what."""
     if machine.gpu_bytes:
         gpu_bytes = min(machine.gpu_bytes)
         layout = gpu_layout(recipe, lambda _: shape, trainer_peak_bytes=peak_bytes)
-        fits, where = not any(misfits(layout, gpu_bytes)), f"a GPU of {gpu_bytes / GIB:.0f} GiB"
-    else:
-        needs, half = estimate(recipe, shape), machine.memory_bytes // 2
-        searchers = recipe.searcher.num_searchers * (needs.weights_bytes + needs.kv_cache_bytes)
-        fits, where = peak_bytes + searchers <= half, f"half of {machine.memory_bytes / GIB:.0f} GiB"
-    return fits, f"to train all takes {peak_bytes / GIB:.1f} GiB (traced), of {where}"
+        return not any(misfits(layout, gpu_bytes)), f"a GPU of {gpu_bytes / GIB:.0f} GiB"
+    needs, half = estimate(recipe, shape), machine.memory_bytes // 2
+    searchers = recipe.searcher.num_searchers * (needs.weights_bytes + needs.kv_cache_bytes)
+    return peak_bytes + searchers <= half, f"half of {machine.memory_bytes / GIB:.0f} GiB"
+
+
+def rate_warning(recipe: Recipe) -> str | None:
+    """Return a warning about a learning rate far above those of others, with the advice after `; `; else None."""
+    rate, num_params = recipe.trainer.learning_rate.value, 0
+    with suppress(ConfigError):  # it is not there so far, or names its sizes otherwise
+        num_params = shape_of_folder(Path(recipe.model.path)).num_params
+    usual, others = next((usual, others) for most, usual, others in RATES if num_params <= most)
+    if recipe.model.lora is not None or num_params < MIN_RATED_PARAMS or rate <= RATE_FACTOR * usual:
+        return None
+    return (
+        f"trainer.learning_rate is {rate:g}, {rate / usual:.0f} times that of others for all weights of such a model "
+        f"({others}), and may break it within a few steps; lower it"
+    )
 
 
 def _columns(rows: Sequence[Row], *, needs_gold: bool) -> tuple[str, str, list[str]]:
@@ -202,14 +244,16 @@ def _source(
     else:
         kind, setting = "python", ', function = "scorer:score"'
         why = "gold answers are free text: scorer.py says what is right; change it, and examples.jsonl with it"
-    data, shown = f"answer = {answer}", f'{{ kind = "{kind}"{setting} }}'
-    if scorers is not None:
-        first = rows[0].values
-        keys = {name: name for name in first if name != column}
-        # the scorers get messages, as in TRL
-        keys |= {"prompt": column} if isinstance(first[column], list) else {}
-        data = ", ".join(f"{quoted(key)} = {quoted(name)}" for key, name in keys.items())
+    shown = f'{{ kind = "{kind}"{setting} }}'
+    # all that TRL's functions get: the other columns, and messages where the prompts are
+    names = [name for name in rows[0].values if name != column and (scorers or all(name in row.values for row in rows))]
+    keys = {name: quoted(name) for name in names}
+    keys |= {"prompt": quoted(column)} if isinstance(rows[0].values[column], list) else {}
+    if scorers is None:
+        keys["answer"] = answer
+    else:
         why, shown = "as given", ", ".join(map(_toml, scorers))
+    data = ", ".join(f"{key if BARE.fullmatch(key) else quoted(key)} = {name}" for key, name in keys.items())
     lines = f"""\
 [[data.sets]]
 task = "{task}"
@@ -339,9 +383,9 @@ port = 0 # any that is free
 prompts_per_batch = {prompts} # with group_size {prompts * group} rollouts a step, for {where}
 group_size = {group} # responses to a prompt, which are compared with each other
 rollouts_per_visit = {group} # one group
-most_on_policy_prob = 1.0 # train on new rollouts alone
+most_on_policy_prob = 1.0 # take the newest rollouts that there are
 min_size_to_sample = {prompts * group} # one batch
-samples_per_insert = 1.0 # train on each rollout once
+samples_per_insert = 1.0 # train on each rollout once on average; `max_uses = 1` is never twice
 samples_per_insert_error = {prompts * group} # searchers may be one batch ahead
 
 [searcher]

@@ -261,7 +261,8 @@ class Buffer:
         hidden = {"ess"} if self.context.recipe.samples_at_other_temperatures else set[str]()
         names = ",".join(name for name in CURVE_NAMES if name not in hidden)
         curves = await self.curves.read(names=names, max_points=NUM_POINTS)
-        return info.model_copy(update={"summary": summarise(info, await self.stats.read(), curves)})
+        said = summarise(info, await self.stats.read(), curves, self.context.recipe)
+        return info.model_copy(update={"summary": said})
 
     def _component(self) -> ComponentInfo:
         """Return this service itself as a component."""

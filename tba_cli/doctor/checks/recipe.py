@@ -21,6 +21,7 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, prompt_warnings, prompts_of, tasks_of_recipe
 from tba_cli.resolve import check_installed, check_model
+from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.prepare import endless_warning, measure_model
 
 MAX_MEASURED_PROMPTS = 2000
@@ -181,6 +182,8 @@ class RecipeChecks:
             return
         if not self._missing({self.recipe.model.path}):
             check_model(self.recipe)
+        if (warning := rate_warning(self.recipe)) is not None:
+            yield warn("learning-rate", *warning.rsplit("; ", 1))
 
     def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
         """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""

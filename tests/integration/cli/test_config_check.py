@@ -25,6 +25,7 @@ from tba_cli.doctor.checks.recipe import Trial
 from tba_cli.local import reward_service
 from tba_cli.local.reward_trial import _alike
 from tba_cli.main import main
+from tba_cli.reports.sample import SampledAnswer
 from tests.support.broken_weights import break_weights
 from tests.support.local_workplace import wait_until
 from tests.support.tiny_model import make_tiny_model
@@ -220,6 +221,17 @@ def test_the_real_model_is_asked_after_the_checks(check: Check, tmp_path: Path) 
     assert sorted(json.loads(line)["mode"] for line in lines) == ["sampled"] * 12
 
 
+def test_of_equal_rewards_the_scorer_is_named_first_if_it_pays_no_gold_answer(check: Check, monkeypatch) -> None:
+    fields = {"num_response_tokens": 4, "response_text": "2", "finish_reason": "stop", "reward_reason": None}
+    answer = SampledAnswer(task="mine", prompt_id="train", prompt_text="1+1=", reward=0.0, **fields)
+    monkeypatch.setattr("tba_cli.commands.evaluate.sample_answers", lambda *_: [[answer, answer]])
+    code, out = check("--sample", "1", function="graders:flat")
+    assert (code, "fix: look at the scorer first (the warning above), then take easier prompts" in out) == (0, True), (
+        out
+    )
+    assert "recipe.json: ok, with 2 warnings (run 'demo'" in out
+
+
 def test_answers_without_any_reward_are_a_failure(check: Check) -> None:
     code, out = check("--sample", "1", function="graders:picky", **CUT)
     (found,) = failures(out)
@@ -344,6 +356,7 @@ import sys
 from tba_cli.doctor.checks.recipe import RecipeChecks
 from tba_cli.local import reward_trial
 from tba_cli.main import main
+from tba_cli.reports.sample import SampledAnswer
 
 async def start_nothing(*args):
     pass

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,6 +23,7 @@ from tba_cli.commands import init
 from tba_cli.main import main
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.scripting import inputs
+from tba_cli.setup import model_recipe
 from tba_cli.setup.model_recipe import SCORER, Machine, model_task_files
 from tba_cli.sizing.gpu_layout import GIB
 from tba_cli.starter_models.convert import chat_texts, check
@@ -120,6 +122,46 @@ def test_a_run_from_python_has_the_recipe_of_tba_init(name: str, model: str) -> 
     assert recipe["data"]["sets"][0].pop("dataset") == "rows.jsonl"
     assert found == recipe
     assert (place / "scorer.py").exists() == (name == "text")
+
+
+CAPITALS = """
+def capitals(prompts, completions, solution, hint=None, **columns):
+    assert all(turns[-1]["role"] == "user" for turns in prompts) and hint[0] == "a city"
+    return [float(gold in turns[0]["content"]) for turns, gold in zip(completions, solution)]
+"""
+
+
+def test_a_conversational_function_of_trl_runs_on_both_recipes(model: str, monkeypatch, capsys) -> None:
+    rows = [{"prompt": user(f"Q{n}?"), "solution": f"City {n}", "hint": "a city"} for n in range(NUM_ROWS)]
+    inputs.prepare(
+        None, model=model, prompts=rows, name="mine", rewards=[{"kind": "python", "function": "own:capitals"}]
+    )
+    ours = Path("runs/.python/mine/recipe.json").absolute()
+    assert main(["init", "mine", "--model", model, "--data", str(write(*rows))]) == 0
+    monkeypatch.chdir("mine")
+    Path("own.py").write_text(CAPITALS)
+    data = [sorted((one.data for one in prompts_of(load_recipe(path))), key=str) for path in ("mine.toml", ours)]
+    assert data[0] == [{**one, "answer": one["solution"]} for one in data[1]]
+    for path in ("mine.toml", str(ours)):
+        own = 'reward.tasks.mine.scorers=[{kind = "python", function = "own:capitals"}]'
+        assert main(["config", "check", path, "--set", own]) == 0
+        assert "task 'mine': made-up responses score: '1' 0, data.solution 'City" in capsys.readouterr().out, path
+    # what init writes runs on messages too
+    assert main(["score", "examples.jsonl", "--recipe", "mine.toml"]) == 0
+
+
+def test_memory_is_traced_only_where_it_is_scarce(model: str) -> None:
+    text = fitted(model, SUMS)[0]
+    assert re.search(r"# all weights: to train all takes less than [\d.]+ GiB, of half of 16 GiB", text)
+    assert "GiB (traced), of half" in fitted(model, SUMS, Machine(2, 2**20))[0]
+
+
+def test_a_rate_far_above_those_of_others_is_warned_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"run": {"name": "x"}, "model": {"path": str(place)}, "data": {"generator": "addition"}}
+    monkeypatch.setattr(model_recipe, "shape_of_folder", lambda _: SimpleNamespace(num_params=135_000_000))
+    for rate, is_far in ((1e-3, True), (1e-4, False)):
+        warning = model_recipe.rate_warning(Recipe.model_validate({**document, "trainer": {"learning_rate": rate}}))
+        assert (warning is not None and "0.001, 50 times" in warning) == is_far
 
 
 def test_rewards_from_python_get_every_column_and_messages_as_in_trl(model: str) -> None:

@@ -299,10 +299,12 @@ def test_runs_are_listed_compared_and_opened_on_one_port(two_runs, environ, brow
         )
         page.select_option("#choose-log", "other/trainer")
         page.wait_for_selector("pre >> text=the <b>loss</b> is nan")
+        swatch = page.locator("label:has([id='choose-demo'])").get_attribute("class")
         page.uncheck("[id='choose-other']")
         until(page, "!document.querySelector('[aria-labelledby=chart-reward] .plot').ariaLabel.includes('other')")
         assert page.locator("tr:has-text('objective.preset')").count() == 1, "the whole recipe of one run"
         assert page.locator("pre >> text=loss").count() == 1, "the log that was chosen stays"
+        assert page.locator("label:has([id='choose-demo'])").get_attribute("class") == swatch, "its colour stays"
         page.click("main >> text=demo >> nth=0")
         page.wait_for_selector("text=step 1, lineage 1")
         assert token not in page.url
@@ -330,6 +332,8 @@ def test_a_run_in_progress_is_asked_at_its_own_buffer(two_runs, environ, serve_b
         client = BufferClient(f"{base}/runs/demo", token=token, retry_s=0)
         assert (client.run().run, client.run().read_only) == ("test", False)
         client.command("pause", RunCommand(reason="lunch"))
+        rows = {row["name"]: row for row in json.loads(get(base, "/v1/runs", token)[1])["runs"]}
+        assert (rows["demo"]["state"], rows["demo"]["reason"]) == ("waiting", "The run is paused (lunch).")
         client.upload_prompts([make_prompts(1)[0].model_copy(update={"prompt_id": "a/b?c"})])
         assert get(base, "/runs/demo/v1/prompts/a%2Fb%3Fc", token)[0] == 200
         client.close()

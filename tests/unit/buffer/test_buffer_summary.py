@@ -63,7 +63,8 @@ def about(info: RunInfo | None = None, counted: Stats | None = None, shown: Curv
 # ---- Recorded runs of each kind --------------------------------------------------------------------------------------
 # The quickstart on two cores, with one thing wrong: a learning rate of 0.03 (collapsing; alarm is its first 13 steps),
 # a gradient norm that fails it, a scorer that abstains, or gives 0, or half a point for "1", one token per answer, four
-# slots, kill -9. `flat-shuffled` is SmolLM2 with shuffled rewards. Numbers have three digits, long curves 30 points.
+# slots, kill -9. SmolLM2: shuffled rewards (`flat-shuffled`), a rate of 0.001 (`collapsing-empty`). Numbers have three
+# digits, long curves 30 points.
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,12 @@ def about(info: RunInfo | None = None, counted: Stats | None = None, shown: Curv
         ("failing-scores", "failing-scores", "18 % of the stored rollouts have no score (264 failed)", "config check"),
         ("waiting", "waiting", "The run is paused (lunch).", "tba resume"),
         ("collapsing", "collapsing", "the mean reward fell from 0.317 to 0.", "tba rollback"),
+        (
+            "collapsing-empty",
+            "collapsing",
+            "empty (from 28 tokens to 1). Alarms that are on: ess_collapse, log",
+            "rate (now 0.001).",
+        ),
         ("alarm", "alarm", "the effective sample size is 0.04.", "lower the learning rate"),
         ("cut-off", "cut-off", "100 % of the answers are cut", "max_response_tokens"),
         ("flat-zero", "flat", "All 2,300 stored rewards are 0", "tba score"),
@@ -245,6 +252,37 @@ def test_a_reward_of_old_weights_is_not_flat() -> None:
 
 def test_what_is_learned_in_a_few_steps_is_a_rise() -> None:
     assert about(shown=curves(60, reward_mean=[0.3] + [0.8, 0.9] * 29 + [0.8])).finding == "The mean reward has risen."
+
+
+def test_short_right_answers_are_no_collapse_and_one_batch_of_empty_ones_is_none() -> None:
+    empty: dict[str, Any] = {"completions/mean_length": [30.0] * 5 + [1.0] * 5}
+    assert about(shown=curves(10, **empty)).state == "learning", "no reward is known"
+    assert about(shown=curves(10, reward_mean=0.0, **empty)).state == "collapsing"
+    assert about(shown=curves(10, reward_mean=[0.1] * 5 + [0.4] * 5, **empty)).state == "learning"
+    assert (
+        about(shown=curves(10, reward_mean=0.0, **{"completions/mean_length": [30.0] * 9 + [1.0]})).state == "learning"
+    )
+
+
+def test_an_alarm_outlives_the_run_and_its_remedy_names_only_what_can_move() -> None:
+    drift = component("t", "trainer", gauges={"alarm_on_log_ratio_drift": 1.0})
+    shown, done = curves(learning_rate=1e-3), run(components=[drift], state="done", state_reason="trained")
+    said = summarise(run(components=[drift]), stats(), shown, make_recipe())
+    assert "rate (now 0.001), raise beta or most_on_policy_prob" in (said.remedy or "")
+    ends = make_recipe(trainer={"sync_interval": 1}, sampling={"most_on_policy_prob": 1.0})
+    said = summarise(run(components=[drift]), stats(), shown, ends)
+    assert (said.remedy or "").endswith("lower the learning rate (now 0.001), raise beta (`tba set`).")
+    tied = curves(frac_reward_zero_std=[0.5] * 27 + [1.0] * 3)
+    assert "alarm log_ratio_drift was on, and now in every group" in about(done, shown=tied).finding
+    assert "begin anew" in (about(done, shown=tied).remedy or "")
+    assert about(done, shown=curves(accuracy=1.0)).state == "solved"
+
+
+def test_a_first_batch_without_a_difference_is_no_learning_and_a_stop_is_said_as_one() -> None:
+    assert about(shown=curves(1, frac_reward_zero_std=1.0)).state == "flat"
+    assert about(shown=curves(2, frac_reward_zero_std=[1.0, 0.9])).state == "learning"
+    why = "trained to version 1-40, step 40 of 500: the run was stopped: no new batches"
+    assert about(run(state="done", state_reason=why)).finding == "It was stopped at step 40 of 500."
 
 
 def test_cut_answers_that_teach_are_none_of_a_problem() -> None:

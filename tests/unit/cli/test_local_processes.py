@@ -135,7 +135,7 @@ def test_a_second_signal_stops_at_once_unless_both_are_one_request(monkeypatch, 
     assert asked._processes.kill.called == is_killed
 
 
-WAIT = {"owner": "trainer", "name": "rollouts", "for_s": 1.0, "deadline_in_s": 5.0}
+WAIT = {"name": "rollouts", "for_s": 1.0, "deadline_in_s": 5.0}
 ENDED = evaluation("1-30", 0.9).model_copy(update={"abandoned": True, "finished_at_s": 1e9})
 
 
@@ -145,14 +145,35 @@ def info(step: int, **fields: Any) -> RunInfo:
 
 
 def test_a_line_says_what_is_known_and_leaves_out_the_rest() -> None:
-    assert progress_line(info(3, evals=[]), stats(), "flat", num_steps=10, step_s=None) == "step 3/10  flat"
+    assert progress_line(info(3, evals=[]), stats(), "flat", {}, 10, None) == "step 3/10  flat"
     rates = {"window_s": 20.0, "generated_per_s": 9.0, "evicted_per_s": 0.0, "drawn_per_s": 0.0, "trained_per_s": 4.0}
-    known = stats().model_copy(update={"mean_reward_recent": 0.5, "rates": Rates(**rates)})
-    line = "step 3/10  flat  reward 0.500  held-out accuracy 0.300  rollouts/s 9 generated 4 trained  ETA 1:03"
-    assert progress_line(info(3), known, "flat", num_steps=10, step_s=9.0) == line
+    known = stats().model_copy(update={"rates": Rates(**rates)})
+    recent = {"reward_mean": [None, 0.25, 0.5], "frac_reward_zero_std": [0.5, 1.0, 0.0]}
+    line = (
+        "step 3/10  flat  reward 0.500  mean of 2 steps 0.375  groups without a difference 0%  held-out accuracy 0.300"
+    )
+    line += "  rollouts/s 9 generated 4 trained  ETA 1:03"
+    assert progress_line(info(3), known, "flat", recent, 10, 9.0) == line
     for step, state in ((0, "waiting"), (3, "waiting"), (0, "flat")):
-        waits = progress_line(info(step, waits=[WAIT], evals=[]), stats(), state, num_steps=10, step_s=None)
+        two = [{**WAIT, "owner": f"trainer-host-{number}", "kind": "trainer"} for number in range(2)]
+        waits = progress_line(info(step, waits=two, evals=[]), stats(), state, {}, 10, None)
         assert waits == f"step {step}/10  {state}  waits: trainer: rollouts"
+
+
+@pytest.mark.parametrize(
+    ("step", "fields", "state", "said"),
+    [
+        (0, {}, "waiting", "evaluating the starting model, 12 of 40 held-out prompts"),
+        (10, {}, "learning", "evaluating version 1-10, 12 of 40 held-out prompts"),
+        (4, {"state": "stopping"}, "learning", "evaluating version 1-4, 12 of 40 held-out prompts"),
+        (4, {}, "learning", "learning  evaluating version 1-4, 12 of 40 held-out prompts  ETA 0:54"),
+    ],
+)
+def test_an_evaluation_is_said_with_how_far_it_is(step: int, fields: dict[str, Any], state: str, said: str) -> None:
+    pending = {"state": "pending", "num_prompts": 40, "num_done": 12, "accuracy": None}
+    evals = [{**evaluation(f"1-{step}" if step else "0-0", 0.3).model_dump(), **pending}]
+    line = progress_line(info(step, evals=evals, **fields), stats(), state, {}, 10, 9.0)
+    assert line == f"step {step}/10  {said}"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05")])
@@ -167,13 +188,17 @@ def test_a_run_says_how_far_it_is_which_scores_fail_and_what_to_try(monkeypatch:
     monkeypatch.setattr(progress_module, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(progress_module, "LINE_INTERVAL_S", 0.0)
     # a second lineage went back to step 2: nothing is known of its pace yet
-    polls = [{}, {"step": 5}, {"step": 2, "lineage": 2}, {"step": 3, "lineage": 2, "state": "done"}]
+    polls = [{}, {"step": 5}, {"step": 2, "lineage": 2}, {"step": 4, "lineage": 2}]
+    polls.append({"step": 5, "lineage": 2, "state": "done"})
     answers: Iterator[dict[str, Any]] = iter(polls)
     known = stats().model_copy(update={"failed_reasons": FAILED, "num_failed": 6})
     fields = {"state": "flat", "doing": "It runs.", "learning": None, "finding": "It is.", "remedy": "Try `x`."}
     said = RunSummary.model_validate(fields)
     client: Any = SimpleNamespace(
-        run=lambda: info(**{"step": 1, **next(answers)}), stats=lambda: known, summary=lambda: said
+        run=lambda: info(**{"step": 1, **next(answers)}),
+        stats=lambda: known,
+        summary=lambda: said,
+        curves=lambda **_: SimpleNamespace(values={}),
     )
     out = io.StringIO()
     console = Console("normal", stream=out)
@@ -181,7 +206,7 @@ def test_a_run_says_how_far_it_is_which_scores_fail_and_what_to_try(monkeypatch:
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     found = [(line.split()[1], "ETA" in line) for line in steps]
-    assert found == [("1/9", False), ("5/9", True), ("2/9", False), ("3/9", True)]
+    assert found == [("1/9", False), ("5/9", True), ("2/9", False), ("4/9", False), ("5/9", True)], "two tell no pace"
     others = [line for line in lines if line not in steps]
     assert others == [r"6 scores failed: ValueError: \x1bx", "flat: It is. Try x."], "a remedy is said once"
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import copysign, inf, nan, sqrt
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 
 from tba.api import Curves, EvalInfo, RunInfo, RunSummary, Stats, WaitInfo
+from tba.config import Recipe
 from tba.config.trainer import REMEDIES, EssCollapseSection
 from tba.versions import START
 
 CURVE_NAMES = (
     *("reward_mean", "accuracy", "frac_reward_zero_std", "completions/clipped_ratio", "num_rollouts"),
     *("num_unique_rollouts", "entropy", "ess", "policy_age_mean", "wait_s", "step_s"),
+    *("completions/mean_length", "learning_rate"),
 )
 """The metrics that the sentences read."""
 NUM_POINTS = 300
@@ -41,6 +43,8 @@ REWARD_LEFT = 0.5
 ENTROPY_FACTOR, ENTROPY_NATS = 2.0, 1.0
 """Entropy may rise in training; by this factor, and by as many nats per token, it does where words become noise. Where
 the reward rises with it, as from a model that always said the same, it is no decay."""
+EMPTY_TOKENS = 1.5
+"""An answer of one token is the end of the sequence alone; they became empty if at first they had twice as many."""
 MIN_CUT_SHARE = 0.75
 SOLVED_SHARE = 0.9
 TIED_SHARE = 0.9
@@ -50,7 +54,6 @@ SAME_SHARE = 0.05
 FLAT_STEPS = 50
 """Fewer steps without a rise are no evidence: runs of SmolLM2 that learned needed 20 to 30 for one."""
 STARVED_SHARE = 0.5
-GO_BACK = "Go back to a version from before (`tba rollback`, `tba run --fork`), with a larger `objective.beta`"
 REMEDY_OF_WAIT = {
     "no-version": "Look at the trainer: it has not published yet.",
     "no-prompts": "Upload prompts (`tba prompts upload`).",
@@ -80,6 +83,7 @@ class _Run:
     info: RunInfo
     stats: Stats
     curves: Curves
+    recipe: Recipe | None = None
 
     @property
     def is_over(self) -> bool:
@@ -97,6 +101,12 @@ class _Run:
         """Return the mean of a metric over the newest points; None: fewer than `min_points` of these know it."""
         recent = [value for value in self.curves.values.get(name, [])[-NUM_RECENT:] if value is not None]
         return fmean(recent) if len(recent) >= min_points else None
+
+    @property
+    def now_rate(self) -> str:
+        """The present learning rate, to be said behind the words."""
+        rates = self.known("learning_rate")
+        return f" (now {rates[-1]:.3g})" if rates else ""
 
     @property
     def is_solved(self) -> bool:
@@ -206,19 +216,45 @@ def _collapsing(run: _Run) -> Finding | None:
     entropy, first = run.lately("entropy"), entropies[0] if entropies else 0.0
     if entropy is not None and entropy > max(ENTROPY_FACTOR * first, first + ENTROPY_NATS) and not run.rise >= SURE:
         signs.append(f"entropy rose from {first:.2g} to {entropy:.2g} nats per token")
-    return (f"The answers decay: {', and '.join(signs)}.", f"{GO_BACK} or a lower learning rate.") if signs else None
+    lengths = run.known("completions/mean_length")
+    before, now = fmean(lengths[:MIN_POINTS] or [0.0]), median(lengths[-MIN_POINTS:] or [0.0])
+    # where a short answer is right, the reward is none the worse
+    if now <= EMPTY_TOKENS < before / 2 and rewards and fmean(rewards[-MIN_POINTS:]) <= fmean(rewards[:MIN_POINTS]):
+        signs.append(f"they became empty (from {before:.0f} tokens to {now:.0f})")
+    alarms = f" Alarms that are on: {', '.join(on)}." if (on := _alarms_on(run)) else ""
+    return (f"The answers decay: {', and '.join(signs)}.{alarms}", f"{_go_back(run)}.") if signs else None
+
+
+def _go_back(run: _Run) -> str:
+    return (
+        "Go back to a version from before (`tba rollback`, `tba run --fork`) or begin anew, with a larger "
+        f"`objective.beta` or a lower learning rate{run.now_rate}"
+    )
+
+
+def _alarms_on(run: _Run) -> list[str]:
+    """Return the alarms that are on, or were when the run was done; those of a run that was killed say nothing."""
+    gauges = [item.gauges for item in run.info.components if not run.is_over or run.info.state == "done"]
+    return [name for name in REMEDIES if any(each.get(f"alarm_on_{name}") for each in gauges)]
 
 
 def _alarm(run: _Run) -> Finding | None:
-    ess, gauges = run.lately("ess"), [item.gauges for item in run.info.components if not run.is_over]
-    on = [name for name in REMEDIES if any(each.get(f"alarm_on_{name}") for each in gauges)]
+    ess, on = run.lately("ess"), _alarms_on(run)
     if ess is not None and ess < EssCollapseSection.MIN_ESS:
-        name, found = "ess_collapse", f"A few rollouts rule the batch: the effective sample size is {ess:.2f}."
-    elif on:
-        name, found = on[0], f"The alarm {on[0]} is on."
+        name, found = "ess_collapse", f"A few rollouts rule the batch: the effective sample size is {ess:.2f}"
+    elif on and not (run.is_over and (run.is_solved or run.rise >= SURE)):
+        name, found = on[0], f"The alarm {on[0]} {'was' if run.is_over else 'is'} on"
     else:
         return None
-    return found, f"{REMEDIES[name][0].upper()}{REMEDIES[name][1:]}."
+    tied = run.known("frac_reward_zero_std")[-MIN_POINTS:]
+    if len(tied) == MIN_POINTS and min(tied) == 1.0 and not run.is_solved:  # another rate moves it no more
+        return f"{found}, and now in every group all rewards are equal: it learns nothing.", f"{_go_back(run)}."
+    remedy = REMEDIES[name].replace("lower the learning rate", f"lower the learning rate{run.now_rate}", 1)
+    if run.recipe is not None and run.recipe.trainer.sync_interval == 1:  # no lower one
+        remedy = remedy.replace(", or lower trainer.sync_interval", "").replace(" or trainer.sync_interval", "")
+    if run.recipe is not None and run.recipe.sampling.most_on_policy_prob == 1.0:
+        remedy = remedy.replace(" or most_on_policy_prob", "")
+    return f"{found}.", f"{remedy[0].upper()}{remedy[1:]}."
 
 
 def _cut_off(run: _Run) -> Finding | None:
@@ -246,7 +282,7 @@ def _flat(run: _Run) -> Finding | None:
     if tied >= TIED_SHARE and num_unique is not None and num_unique <= max(1.0, SAME_SHARE * num):
         return (
             f"The policy says nearly always the same (distinct answers in a batch of {num:.0f}: {num_unique:.0f}).",
-            f"{GO_BACK} or another model.",
+            f"{_go_back(run)}, or another model.",
         )
     if tied >= TIED_SHARE and not run.rise >= SURE:
         return (
@@ -254,13 +290,17 @@ def _flat(run: _Run) -> Finding | None:
             'Take prompts that are neither too easy nor too hard (`data.selection = "posterior"`), or a scorer that '
             "gives part credit.",
         )
+    if min(run.known("frac_reward_zero_std"), default=0.0) == 1.0:
+        found = "So far all rewards of a group are equal, so nothing was learned."
+        return found, "See what the scorer gives for answers (Rollouts)."
     # rewards of old weights do not tell
     is_old = 2 * (run.lately("policy_age_mean") or 0.0) > num_steps
     if num_steps < FLAT_STEPS or is_old or not run.rise < UNSURE:
         return None
     return (
         f"The mean reward has not risen in {num_steps:,} steps.",
-        "Take a higher learning rate or a smaller beta (`tba set`), if the scorer rewards what it should (Rollouts).",
+        f"Take a higher learning rate{run.now_rate} or a smaller beta (`tba set`), if the scorer rewards what it "
+        "should (Rollouts).",
     )
 
 
@@ -286,6 +326,8 @@ def _solved(run: _Run) -> Finding | None:
 
 
 def _ended(run: _Run) -> Finding | None:
+    if run.is_over and "the run was stopped" in run.reason:
+        return f"It was stopped at step {run.info.step:,} of {run.info.num_steps or 0:,}.", None
     return (f"It is done: {run.reason}.", None) if run.is_over else None
 
 
@@ -314,13 +356,14 @@ STATES: tuple[tuple[str, Callable[[_Run], Finding | None]], ...] = (
 """The states of a run, most urgent first."""
 
 
-def summarise(info: RunInfo, stats: Stats, curves: Curves) -> RunSummary:
+def summarise(info: RunInfo, stats: Stats, curves: Curves, recipe: Recipe | None = None) -> RunSummary:
     """Return the state of the run in sentences.
 
     Args:
         curves: the curves of CURVE_NAMES, with at most NUM_POINTS points.
+        recipe: by which a remedy leaves out what cannot be changed further.
     """
-    run = _Run(info, stats, curves)
+    run = _Run(info, stats, curves, recipe)
     doing, rewards = _doing(info, stats), _rewards(run)
     for state, find in STATES:
         if (found := find(run)) is not None:

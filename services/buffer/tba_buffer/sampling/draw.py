@@ -269,7 +269,7 @@ def _no_batches(state: str) -> BusyError | RunOverError:
         return _busy("run-paused")
     if state == "failed":
         return RunFailedError("the run has failed: no new batches; GET /v1/run (`tba status`) says why")
-    return RunOverError(f"the run is {state}: no new batches")
+    return RunOverError(f"the run {'was stopped' if state == 'stopping' else f'is {state}'}: no new batches")
 
 
 def _busy(wait: str) -> BusyError:

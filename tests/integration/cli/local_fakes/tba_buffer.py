@@ -62,6 +62,9 @@ class Handler(BaseHTTPRequestHandler):
             remedy = json.loads(os.environ.get("FAKE_REMEDY", '"Try `x`."'))
             summary = {"state": "flat", "doing": "It runs.", "learning": None, "finding": "It is.", "remedy": remedy}
             self.answer({**run_info(), "summary": summary})
+        elif self.path.startswith("/v1/curves"):
+            none = {key: [] for key in ("names", "first_steps", "steps", "at_s")}
+            self.answer({**none, "num_steps": 0, "num_steps_per_point": 1, "values": {}, "num_abandoned": 0})
         elif self.path.startswith("/v1/run/changes"):
             self.answer({"changes": [], "next": None})
         elif self.path.startswith("/v1/run/settings"):

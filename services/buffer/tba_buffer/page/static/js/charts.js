@@ -53,12 +53,12 @@ export class Chart {
    * Draw.
    *
    * @param {number[]} steps ascending.
-   * @param {{label: string, values: (number|null)[], points?: boolean, dash?: number[]}[]} series a place in this list
-   *   has its colour, with values or without.
+   * @param {{label: string, values: (number|null)[], points?: boolean, dash?: number[], place?: number}[]} series
+   *   `place`, or else that in this list, has its colour, with values or without.
    * @param {string} empty what is said without any value.
    */
   draw(steps, series, empty) {
-    const known = series.map((one, at) => ({ ...one, colour: COLOURS[at % COLOURS.length] })).filter((one) => one.values.some((value) => value !== null && value !== undefined));
+    const known = series.map((one, at) => ({ ...one, colour: COLOURS[(one.place ?? at) % COLOURS.length] })).filter((one) => one.values.some((value) => value !== null && value !== undefined));
     if (!known.length) {
       this.destroy();
       this.host.removeAttribute("role");

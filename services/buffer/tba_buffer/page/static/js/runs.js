@@ -13,6 +13,8 @@ const query = new URLSearchParams(location.hash.split("?")[1]);
 const choice = { axis: "step", smooth: "0", all: "", log: "", ...Object.fromEntries(query), runs: query.has("runs") ? query.getAll("runs") : null };
 /** Name -> what is known of a chosen run, and the row that it was asked for. */
 const known = new Map();
+/** Name of a chosen run -> its place among the colours, which it keeps while it is chosen. */
+const colours = new Map();
 const charts = CHARTS.map(([title, unit, , [[metric]], range]) => [new Chart({ title, unit, howToRead: metric, range }), metric]);
 const heldOut = new Chart({ title: "Held-out accuracy", unit: "accuracy", howToRead: "of evaluations" });
 const places = [h("div"), h("div"), h("div"), h("div")];
@@ -29,6 +31,13 @@ function choose(changes) {
 
 function chosen() {
   return (choice.runs ?? []).flatMap((name) => rows.filter((row) => row.name === name));
+}
+
+function colourOf(name) {
+  for (const one of [...colours.keys()]) if (!choice.runs.includes(one)) colours.delete(one);
+  const taken = [...colours.values()], free = taken.findIndex((_, at) => !taken.includes(at));
+  if (!colours.has(name)) colours.set(name, free < 0 ? taken.length : free);
+  return colours.get(name);
 }
 
 /** The rows of the runs that are chosen, and of the one whose log is. */
@@ -78,10 +87,10 @@ function draw() {
 
 function runTable() {
   const toggle = (name, isChosen) => choose({ runs: isChosen ? [...choice.runs, name] : choice.runs.filter((one) => one !== name) });
-  return panel("All runs", "The newest first. Tick runs to draw them over one another; a name opens the page of its run. Reward: of the newest step. Accuracy: of the newest held-out evaluation.",
+  return panel("All runs", "The newest first. Tick runs to draw them over one another; a name opens the page of its run. Reward: mean of the newest ten steps. Accuracy: of the newest held-out evaluation.",
     table("Runs", ["show", "name", "state", "steps", "reward", "accuracy", "started", "model", "objective"], rows.map((row) => {
-      const at = choice.runs.indexOf(row.name);
-      return [h("label", { class: at < 0 ? null : `swatch series-${at % NUM_COLOURS + 1}` }, h("input", { type: "checkbox", id: `choose-${row.name}`, "aria-label": `show ${row.name}`, checked: at >= 0, onchange: (event) => toggle(row.name, event.target.checked) })),
+      const isChosen = choice.runs.includes(row.name);
+      return [h("label", { class: isChosen ? `swatch series-${colourOf(row.name) % NUM_COLOURS + 1}` : null }, h("input", { type: "checkbox", id: `choose-${row.name}`, "aria-label": `show ${row.name}`, checked: isChosen, onchange: (event) => toggle(row.name, event.target.checked) })),
         h("a", { href: withToken(`runs/${encodeURIComponent(row.name)}/`) }, row.name),
         h("span", { class: "badge", "data-state": row.state, title: row.reason }, row.state),
         `${number(row.step)}${row.num_steps ? ` of ${number(row.num_steps)}` : ""}`, number(row.reward), number(row.accuracy), time(row.started_at_s), row.model ?? "", row.objective ?? ""];
@@ -107,7 +116,7 @@ function drawCurves(runs) {
   const isTime = choice.axis === "time", unit = isLong ? "hours" : "minutes";
   const show = (chart, kind, metric, weight, points) => {
     chart.options.x = isTime ? unit : "step";
-    chart.draw(...align(runs.map((run) => ({ label: run.row.name, points, values: smooth(run[kind].values[metric] ?? [], weight),
+    chart.draw(...align(runs.map((run) => ({ label: run.row.name, place: colourOf(run.row.name), points, values: smooth(run[kind].values[metric] ?? [], weight),
       steps: isTime ? run[kind].at_s.map((at) => minutes(run, at) / (isLong ? 60 : 1)) : run[kind].steps }))), "None of these runs has it.");
   };
   for (const [chart, metric] of charts) show(chart, "steps", metric, Number(choice.smooth));

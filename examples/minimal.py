@@ -39,7 +39,7 @@ from tba_trainer.model.policy import load_policy
 from tba.api import Prompt
 from tba.config import Recipe, load_recipe
 from tba.versions import START, PolicyVersion
-from tba.wire import Batch, Group, Rollout, Sampling, float32_bytes, int32_bytes, new_rollout_id
+from tba.wire import Batch, Group, Rollout, Sampling, float32_bytes, new_rollout_id, single_turn
 from tba_cli.generators.addition import generate
 from tba_cli.resolve import check_model
 from tba_cli.starter_models.starting_model import make_starting_model
@@ -98,7 +98,7 @@ class Searcher:
         self._recipe, folder = recipe, Path(recipe.model.path)
         self.engine = build_engine(recipe, folder, START, None, seed=recipe.run.seed)
         self._codec = open_codec(recipe, folder)
-        self._tokens = {prompt.prompt_id: self._codec.encode_prompt(prompt.text) for prompt in prompts}
+        self._tokens = {prompt.prompt_id: self._codec.prompt_tokens(prompt) for prompt in prompts}
 
     def sample(self, prompts: list[Prompt], *, num: int, temperature: float) -> list[Rollout]:
         """Complete each prompt `num` times and return the scored rollouts; temperature 0 is greedy."""
@@ -125,10 +125,8 @@ class Searcher:
             task=prompt.task,
             prompt_id=prompt.prompt_id,
             visit_id=prompt.prompt_id,
-            prompt_bytes=int32_bytes(np.array(self._tokens[prompt.prompt_id])),
-            response_bytes=int32_bytes(completion.response_tokens),
+            sequences=single_turn(self._tokens[prompt.prompt_id], completion.response_tokens, completion.finish_reason),
             response_text=text,
-            finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,  # which weights sampled it: its policy age follows
             sampling=completion.sampling,
             logprob_bytes=float32_bytes(

@@ -50,7 +50,7 @@ from tba.api import Prompt  # noqa: E402
 from tba.config import Recipe, load_recipe  # noqa: E402
 from tba.config.objective import PRESETS  # noqa: E402
 from tba.versions import PolicyVersion  # noqa: E402
-from tba.wire import Batch, Group, Rollout, Sampling, float32_bytes, int32_bytes  # noqa: E402
+from tba.wire import Batch, Group, Rollout, Sampling, float32_bytes, single_turn  # noqa: E402
 from tba_cli.prompts.reader import prompts_of  # noqa: E402
 
 RECIPE, START = ROOT / "recipes" / "smollm2.toml", ROOT / "models" / "smollm2-135m"
@@ -159,7 +159,7 @@ class Sampler:
     def rollouts(self, weights: Path, step: int, asked: Sequence[tuple[Prompt, Sampling]]) -> list[Rollout]:
         """Return scored answers of the policy after `step` steps, in the order of what is asked."""
         self._engine.load_weights([weights], PolicyVersion(LINEAGE, step))
-        tokens = [self._codec.encode_prompt(prompt.text) for prompt, _ in asked]
+        tokens = [self._codec.prompt_tokens(prompt) for prompt, _ in asked]
         for ids, (_, each) in zip(tokens, asked, strict=True):
             self._engine.submit(Request(request_id=next(self._ids), prompt_tokens=ids, sampling=each, **self._limits))
         done: list[Completion] = []
@@ -170,10 +170,10 @@ class Sampler:
         for (prompt, _), ids, each, text in zip(asked, tokens, done, self._codec.decode_responses(done), strict=True):
             reward = score(Item(prompt=prompt.text, response=text, data=prompt.data), RULE)
             fields = {**COMMON, "rollout_id": int(each.request_id).to_bytes(16, "big"), "reward": reward}
-            fields |= {"task": prompt.task, "prompt_id": prompt.prompt_id, "prompt_bytes": int32_bytes(ids)}
-            fields |= {"response_bytes": int32_bytes(each.response_tokens), "response_text": text}
+            fields |= {"task": prompt.task, "prompt_id": prompt.prompt_id}
+            fields |= {"sequences": single_turn(ids, each.response_tokens, each.finish_reason), "response_text": text}
             fields |= {"logprob_bytes": float32_bytes(each.sampler_logprobs), "sampling": each.sampling}
-            rollouts.append(Rollout(**fields, finish_reason=each.finish_reason, version_spans=each.version_spans))
+            rollouts.append(Rollout(**fields, version_spans=each.version_spans))
         return rollouts
 
 

@@ -68,7 +68,7 @@ def _measure(name: str) -> dict[str, float]:
 
     recipe = load_recipe(ROOT / "recipes/smollm2.toml")
     codec = TextCodec(Path(recipe.model.path))
-    prompts = [list(codec.encode_prompt(prompt.text)) for prompt in prompts_of(recipe)[:NUM_PROMPTS]]
+    prompts = [list(codec.prompt_tokens(prompt)) for prompt in prompts_of(recipe)[:NUM_PROMPTS]]
     limits = (recipe.searcher.max_prompt_tokens, recipe.searcher.max_response_tokens)
     make = {"embedded": _embedded, "transformers": _transformers, "vllm": _vllm}[name]
     generate = make(recipe.model.path, prompts, codec.eos_ids, limits, recipe.model.policy_temperature)

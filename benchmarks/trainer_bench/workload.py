@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tba.versions import START
-from tba.wire import Rollout, Sampling, VersionSpan, float32_bytes, int32_bytes
+from tba.wire import Rollout, Sampling, VersionSpan, float32_bytes, single_turn
 
 Spread = Literal["log-uniform", "uniform"]
 
@@ -88,10 +88,8 @@ def make_rollout(
         task="bench",
         prompt_id=prompt_id,
         visit_id="visit",
-        prompt_bytes=int32_bytes(prompt),
-        response_bytes=int32_bytes(response),
+        sequences=single_turn(prompt, response, "stop"),
         response_text="",
-        finish_reason="stop",
         version_spans=(VersionSpan.of(START, 0, len(response)),),
         sampling=Sampling.of(1.0),
         # near what the untrained model gives: ratios stay inside the clip

@@ -27,6 +27,8 @@ from tba.api.prompts import (
 )
 from tba.api.rollouts import (
     EVICTED_KEY,
+    EpisodeInfo,
+    MessageInfo,
     PushReply,
     RefLogprobInfo,
     RewardPart,
@@ -35,6 +37,8 @@ from tba.api.rollouts import (
     RolloutOrder,
     RolloutPage,
     SamplingInfo,
+    SegmentInfo,
+    SequenceInfo,
     SpanInfo,
     TrainedStep,
 )

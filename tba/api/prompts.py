@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated, Any, Literal
+from hashlib import blake2b
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from tba.fields import MAX_DIGITS, Integer, Name, Number, RunState, Split, StrictModel, VersionText
 from tba.wire.codec import new_id
+from tba.wire.sequences import MAX_ENVIRONMENT_SEED
 
 MAX_DATA_LEVELS = 32
 """Most levels of nesting in a prompt's data, well below the limits of the JSON parsers that read it."""
 _MAX_WHOLE = 10**MAX_DIGITS
+T = TypeVar("T")
 
 
-def _plain_json(data: dict[str, Any]) -> dict[str, Any]:
+def _plain_json(data: T) -> T:
     level: list[Any] = [data]  # level by level: recursion would let deep data exhaust the stack
     for _ in range(MAX_DATA_LEVELS):
         if not level:  # nearly always after two levels, and every prompt of a start comes here
@@ -35,14 +38,72 @@ PromptData = Annotated[dict[str, Any], AfterValidator(_plain_json)]
 """Data for the scorers of a prompt, such as the gold answer: JSON, nested at most 32 levels deep."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_MESSAGES_CHARS = 1_000_000
+
+
+def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in the format of OpenAI unchanged; raise ValueError for others."""
+    for number, message in enumerate(messages, start=1):
+        # a template writes a role as it is: another text could write whole turns
+        if message.get("role") not in ROLES:
+            raise ValueError(f"message {number} has role {message.get('role')!r:.60}, not one of {', '.join(ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            raise ValueError(f"message {number} ({message['role']}): its content is not text; give it one")
+    return _bounded(_plain_json(messages))
+
+
+def _tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for number, tool in enumerate(tools, start=1):
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tool {number} has no function with a name")
+    return _bounded(_plain_json(tools))
+
+
+def _bounded(value: T) -> T:
+    if (num_chars := len(json.dumps(value, ensure_ascii=False))) > MAX_MESSAGES_CHARS:
+        raise ValueError(f"has {num_chars} characters as JSON, more than {MAX_MESSAGES_CHARS}")
+    return value
+
+
+PromptMessages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(checked_messages)]
+"""Messages in the format of OpenAI: `role` and `content` (text), and for some `tool_calls`, `name`, `tool_call_id`."""
+PromptTools = Annotated[list[dict[str, Any]], AfterValidator(_tools)]
+"""JSON schemas of functions: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
 class Prompt(StrictModel):
-    """One question with its task name and the data its reward needs."""
+    """One question with its task name and the data its reward needs.
+
+    With `messages`, searchers encode these by the chat template of their model, and special tokens inside contents
+    stay text. `text` is then the rendered chat, which people read and scorers get.
+    """
 
     prompt_id: Name
     task: Name
     text: str = Field(min_length=1, max_length=1_000_000)
+    messages: PromptMessages | None = None
+    tools: PromptTools = Field(default_factory=list)
+    chat_template_kwargs: PromptData = Field(default_factory=dict)
     data: PromptData = Field(default_factory=dict)
     split: Split = "train"
+
+    @model_validator(mode="after")
+    def _check(self) -> Prompt:
+        if self.messages is None and (self.tools or self.chat_template_kwargs):
+            raise ValueError("tools and chat_template_kwargs are for messages; give these, or leave them out")
+        return self
+
+    @property
+    def environment_seed(self) -> int:
+        """The seed of the environment in every episode of this prompt: `seed` of its data, else made from its id."""
+        # not drawn per episode: off-policy TB is exact where answers are a function of the seed and the replies
+        seed = self.data.get("seed")
+        if type(seed) is int and 0 <= seed <= MAX_ENVIRONMENT_SEED:
+            return seed
+        return int.from_bytes(blake2b(self.prompt_id.encode(), digest_size=6).digest(), "little")
 
 
 class PromptUpload(StrictModel):

@@ -74,6 +74,51 @@ class TrainedStep(StrictModel):
     """A resume went back to an earlier step, so the active lineage does not have this one."""
 
 
+class EpisodeInfo(StrictModel):
+    """The play of an environment that a rollout is, as one seat saw it."""
+
+    episode_id: str
+    environment: str
+    environment_version: str
+    seed: int
+    seat: int
+    stop_condition: str
+    is_truncated: bool
+    """Whether a limit ended it."""
+    turn_rewards: list[float | None]
+    """What the environment paid for each turn; None: nothing yet."""
+    num_turns: int
+    """Number of replies of the policy."""
+    num_tool_calls: int
+
+
+class SegmentInfo(StrictModel):
+    """A run of tokens of a sequence with one role and one origin (template, environment, policy)."""
+
+    role: str
+    origin: str
+    num_tokens: int
+    turn: int
+    is_trained: bool
+    finish_reason: str | None
+    parse_status: str | None
+
+
+class SequenceInfo(StrictModel):
+    """The tokens of one path through a conversation; its segments cover them in order."""
+
+    tokens: list[int]
+    segments: list[SegmentInfo]
+
+
+class MessageInfo(StrictModel):
+    """A message of a conversation, for people."""
+
+    role: str
+    content: str
+    turn: int
+
+
 class RolloutInfo(StrictModel):
     """One stored rollout without its token arrays. Times are Unix seconds."""
 
@@ -103,6 +148,8 @@ class RolloutInfo(StrictModel):
     reward_version: str | None
     reward_parts: list[RewardPart] | None = None
     """None: the task has one scorer, whose score is the reward, or there is no score."""
+    episode: EpisodeInfo | None = None
+    """None: the rollout is one response to a prompt."""
     num_batches: int = 0
     """Number of batches with this rollout, without void and abandoned batches."""
     sampling: SamplingInfo
@@ -135,8 +182,13 @@ class RolloutDetail(RolloutInfo):
     """GET /v1/rollouts/{rollout_id}: all stored fields of one rollout."""
 
     prompt_tokens: list[int]
+    """Tokens before the first trained reply."""
     response_tokens: list[int]
+    """Tokens that the policy sampled, reply after reply."""
     sampler_logprobs: list[float]
+    sequences: list[SequenceInfo] | None = None
+    """All tokens of a conversation; None: they are the prompt tokens and the response tokens."""
+    messages: list[MessageInfo] | None = None
     ref_logprob: RefLogprobInfo | None
     token_texts: list[str] | None = None
     """The text that each response token adds; None: this service has no tokenizer of the model."""

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tba.api.prompts import PromptData
 from tba.api.run import WaitInfo
 from tba.fields import MAX_NUMBER, Name, StrictModel, is_bounded
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason
 
 MAX_SCORE_ITEMS = 1024
 """Most completions in one request. The service refuses more; searcher and buffer split larger requests."""

@@ -15,7 +15,7 @@ from tba.clients.service_client import Reply, ServiceClient, parse_reply
 from tba.errors import BadReplyError, UnavailableError
 from tba.fields import Split, StrictModel
 from tba.wire import Batch, Heartbeat, decode_batch, encode_heartbeat, encode_push
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason
 
 M = TypeVar("M", bound=StrictModel)
 Command = Literal["pause", "resume", "stop", "done", "fail", "accept-loss"]

@@ -168,7 +168,8 @@ class DataSet(StrictModel):
     num_rows: int | None = Field(default=None, ge=1)
     """Questions that `reasoning_gym` makes, by default 500; equal ones are one prompt."""
     column: str | None = None
-    """Column with the prompt: text, or messages ({"role", "content"}) for the chat template of the starting model."""
+    """Column with the prompt: text, or messages ({"role", "content"}) for the chat template of the starting model.
+    Messages may have JSON schemas of tools beside them, in the column `tools`."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Arguments of the chat template, such as {enable_thinking = false}."""
     template: str | None = None

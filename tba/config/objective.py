@@ -138,11 +138,11 @@ class ObjectiveSection(StrictModel):
     importance_clamp: float | None = Field(default=None, gt=0)
     """Upper bound of the importance weight with `clamp` and `mask` (default 8; 5 for `cispo`)."""
     aggregation: Aggregation | None = None
-    """Divisor of a token's term in the loss. `rollouts`, `groups`, `tokens`: number of rollouts, of groups, of response
-    tokens of the batch. The others are the number of rollouts times a length. `sequence_mean`: the rollout's response
-    tokens. `whole_sequence_mean`: its prompt and response tokens. `constant`: `searcher.max_response_tokens`."""
+    """Divisor of a token's term in the loss. `rollouts`, `groups`, `tokens`: number of rollouts, of groups, of trained
+    tokens of the batch. The others are the number of rollouts times a length. `sequence_mean`: the rollout's trained
+    tokens. `whole_sequence_mean`: all its tokens. `constant`: `searcher.max_response_tokens`."""
     mask_truncated: bool = False
-    """Leave rollouts that ended at their token limit out of the gradient, but not out of their group's baseline."""
+    """Leave rollouts that a limit ended (of tokens, or of an episode) out of the gradient, not out of the baseline."""
     mask_tied: bool = False
     """Leave groups whose rewards are all equal out of the gradient, their KL included; they still count in divisors. No
     forward pass is made for them, unless another group reads their log-probs, so a step costs less. Not with

@@ -110,7 +110,7 @@ class BufferSection(StrictModel):
     max_policy_age_steps: int | None = Field(default=None, ge=0)
     """Evict rollouts whose policy age is above this many optimizer steps; none: any age may be drawn."""
     deduplicate: bool = False
-    """Keep only the newest of the rollouts of one prompt that have exactly the same response tokens."""
+    """Keep only the newest of the rollouts of one prompt that have exactly the same sampled tokens."""
     near_duplicate_share: float | None = Field(default=None, gt=0, le=0.5)
     """Keep the one with the higher reward of two similar scored rollouts of one prompt. They are similar when the edit
     distance of their responses, in tokens, is below this share of their added lengths. None: no such filter. Every new

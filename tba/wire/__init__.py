@@ -16,4 +16,5 @@ from tba.wire.rollout import (
     encode_rollout,
     storable_parts,
 )
+from tba.wire.sequences import Episode, Message, Segment, TokenSequence, single_turn
 from tba.wire.weight_manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest

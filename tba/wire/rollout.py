@@ -1,4 +1,4 @@
-"""The formats of a rollout (one sampled completion with all data to train on it) and of a push of rollouts.
+"""The formats of a rollout (what a policy answered, with all data to train on it) and of a push of rollouts.
 
 msgspec checks the structure of a rollout (fields, types, lengths, ranges) while it decodes. `_broken_rule` checks the
 rules between fields. `_bad_numbers` checks the arrays of many rollouts at once.
@@ -21,20 +21,27 @@ from tba.errors import LimitError, MalformedError, WireError
 from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, control_character_error, is_bounded
 from tba.versions import PolicyVersion
 from tba.wire.codec import Document, Name, NoSchema, pack, unpack
+from tba.wire.sequences import (
+    MAX_SEQUENCES,
+    MAX_TEXT_CHARS,
+    Edge,
+    Episode,
+    FinishReason,
+    TokenBytes,
+    TokenSequence,
+    episode_problem,
+    last_finish_reason,
+    sequences_problem,
+)
 
-SCHEMA = 1
+SCHEMA = 2
 ID_BYTES = 16
-MAX_TOKENS = 131_072
-MAX_TEXT_CHARS = 1_000_000
 MAX_REWARD_PARTS = 256
 MAX_LOGPROB = np.float32(1e-4)
 """Largest accepted log-prob: float32 softmax may round to a little above 0."""
 
-Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Lineage = Annotated[int, Meta(ge=0, le=MAX_LINEAGE)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
-Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-FinishReason = Literal["stop", "stop_string", "length", "abort"]
 RewardStatus = Literal["scored", "pending", "failed"]
 RewardParts = Annotated[dict[str, float], Meta(min_length=1, max_length=MAX_REWARD_PARTS)]
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -44,7 +51,7 @@ _version = lru_cache(maxsize=4096)(PolicyVersion)
 
 
 class VersionSpan(Document, array_like=True, frozen=True):
-    """Response tokens [start, end) were sampled by `version`; a weight update during a response begins a new span."""
+    """Sampled tokens [start, end) are of `version`; a weight update during a response begins a new span."""
 
     lineage: Lineage
     step: Step
@@ -115,9 +122,9 @@ class Rollout(
     tag_field="schema",
     tag=SCHEMA,
 ):
-    """One sampled completion; these fields are the format on the wire and in Redis.
+    """One sampled completion, or one conversation; these fields are the format on the wire and in Redis.
 
-    The response has R >= 1 tokens, including the end-of-sequence token if the policy sampled it. `sampler_logprobs` are
+    Its replies have N >= 1 tokens, including the end-of-sequence tokens that the policy sampled. `sampler_logprobs` are
     log-probs of the behaviour policy, at the sampling temperature. `reward` is a number exactly when `reward_status` is
     `scored`: a failed score is unknown, never 0. `reward_parts`: scorer name -> known score, before weights; None: not
     known, or there is only one score, which is the reward (`storable_parts`). Times are Unix seconds.
@@ -128,14 +135,13 @@ class Rollout(
     task: Name
     prompt_id: Name
     visit_id: Name
-    prompt_bytes: Tokens = field(name="prompt_tokens")
-    """Raw little-endian int32 [P], as `response_bytes` is int32 [R]; `logprob_bytes` is raw float32 [R]."""
-    response_bytes: Tokens = field(name="response_tokens")
+    sequences: Annotated[tuple[TokenSequence, ...], Meta(min_length=1, max_length=MAX_SEQUENCES)]
     response_text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-    finish_reason: FinishReason
+    """Text of the last reply."""
     version_spans: Annotated[tuple[VersionSpan, ...], Meta(min_length=1)]
     sampling: Sampling
-    logprob_bytes: Tokens = field(name="sampler_logprobs")
+    logprob_bytes: TokenBytes = field(name="sampler_logprobs")
+    """Raw little-endian float32 [N]."""
     ref_logprob: RefLogprob | None
     reward: float | None
     reward_status: RewardStatus
@@ -145,21 +151,50 @@ class Rollout(
     started_at_s: float
     finished_at_s: float
     reward_parts: RewardParts | None = None
+    episode: Episode | None = None
+    """The play of an environment that this is; None: one response to a prompt."""
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.int32]:
-        """Token ids of the prompt, int32 [P], P >= 1."""
-        return np.frombuffer(self.prompt_bytes, "<i4")
+        """Tokens before the first trained reply, int32 [P], P >= 1."""
+        first = self.sequences[0]
+        return first.tokens[: first.trained_spans[0][0]]
 
     @cached_property
     def response_tokens(self) -> NDArray[np.int32]:
-        """Token ids of the response, int32 [R]."""
-        return np.frombuffer(self.response_bytes, "<i4")
+        """Tokens that the policy sampled, reply after reply: those that are trained, int32 [N]."""
+        parts = [each.tokens[start:end] for each in self.sequences for start, end in each.trained_spans]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @cached_property
     def sampler_logprobs(self) -> NDArray[np.float32]:
-        """Log-probs of the response tokens under the behaviour policy, float32 [R]."""
+        """Log-probs of `response_tokens` under the behaviour policy, float32 [N]."""
         return np.frombuffer(self.logprob_bytes, "<f4")
+
+    @property
+    def num_sampled(self) -> int:
+        """N, the number of tokens that the policy sampled."""
+        return len(self.logprob_bytes) // 4
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(len(each.token_bytes) for each in self.sequences) // 4
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the last trained reply ended."""
+        return last_finish_reason(self.sequences)
+
+    @property
+    def num_replies(self) -> int:
+        """Number of trained replies: the turns of a conversation."""
+        return sum(len(each.trained_spans) for each in self.sequences)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it: that of the response, or one of the episode."""
+        return self.finish_reason == "length" if self.episode is None else self.episode.is_truncated
 
     @property
     def version(self) -> PolicyVersion:
@@ -230,13 +265,10 @@ def _refusal(rollout: Rollout, problem: str) -> WireError:
 
 def _bad_numbers(rollouts: Sequence[Rollout]) -> str | None:
     """Return a sentence about a value of the arrays that is no token id or no log-prob; None if all are valid."""
-    for name, parts in (
-        ("prompt_tokens", [rollout.prompt_bytes for rollout in rollouts]),
-        ("response_tokens", [rollout.response_bytes for rollout in rollouts]),
-    ):
-        lowest = np.frombuffer(b"".join(parts), "<i4").min()
-        if lowest < 0:
-            return f"field {name!r} holds {lowest}; token ids must not be negative"
+    parts = [each.token_bytes for rollout in rollouts for each in rollout.sequences]
+    lowest = np.frombuffer(b"".join(parts), "<i4").min()
+    if lowest < 0:
+        return f"field 'sequences' holds {lowest}; token ids must not be negative"
     logprobs = np.frombuffer(b"".join([rollout.logprob_bytes for rollout in rollouts]), "<f4")
     lowest, highest = logprobs.min(), logprobs.max()
     # both are NaN if any log-prob is, and NaN compares as false
@@ -251,29 +283,26 @@ def _bad_numbers(rollouts: Sequence[Rollout]) -> str | None:
 def _broken_rule(rollout: Rollout) -> str | None:
     """Return a sentence about a broken rule between fields; None if none is broken."""
     sampling, ref, reward, status = rollout.sampling, rollout.ref_logprob, rollout.reward, rollout.reward_status
-    num_bytes = len(rollout.response_bytes)
     if len(rollout.rollout_id) != ID_BYTES:
         return f"field 'rollout_id' must be {ID_BYTES} bytes, got {len(rollout.rollout_id)}"
     # the id goes into logs and terminals, where a control character could forge lines; isprintable is the cheap test
     if not rollout.searcher_id.isprintable() and (problem := control_character_error(rollout.searcher_id)):
         return f"field 'searcher_id' {problem} (value {rollout.searcher_id!r})"
-    if not num_bytes or num_bytes % 4 or not rollout.prompt_bytes or len(rollout.prompt_bytes) % 4:
-        return (
-            f"prompt_tokens have {len(rollout.prompt_bytes)} bytes and response_tokens {num_bytes}; they must not be "
-            "empty, and have 4 bytes for each token"
-        )
-    if len(rollout.logprob_bytes) != num_bytes:
-        return f"sampler_logprobs have {len(rollout.logprob_bytes)} bytes and response_tokens {num_bytes}"
-    # every token of the response belongs to exactly one span: policy age is measured from the oldest of them
+    num_sampled, rest = divmod(len(rollout.logprob_bytes), 4)
+    if rest:
+        return f"sampler_logprobs have {len(rollout.logprob_bytes)} bytes; each has 4"
+    if problem := sequences_problem(rollout.sequences, num_sampled, is_episode=rollout.episode is not None):
+        return problem
+    # every sampled token belongs to exactly one span: policy age is measured from the oldest of them
     edge = 0
     for span in rollout.version_spans:
         if span.start != edge or span.end <= edge:
             edge = -1
             break
         edge = span.end
-    if edge * 4 != num_bytes:
+    if edge != num_sampled:
         return (
-            f"version_spans must cover the {num_bytes // 4} response tokens in order and without gaps, got "
+            f"version_spans must cover the {num_sampled} trained tokens in order and without gaps, got "
             f"{rollout.version_spans[:4]}"
         )
     if not (0 <= sampling.temperature <= MAX_NUMBER and 0 < sampling.top_p <= 1):
@@ -299,7 +328,7 @@ def _broken_rule(rollout: Rollout) -> str | None:
             return f"it has reward_parts but reward_status is {status!r}; only 'scored' takes them"
         if problem := bad_part(rollout.reward_parts):
             return f"field 'reward_parts' {problem}"
-    return None
+    return None if rollout.episode is None else episode_problem(rollout.episode, rollout.sequences)
 
 
 def bad_part(parts: Mapping[str, float]) -> str | None:

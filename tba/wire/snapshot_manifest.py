@@ -59,7 +59,7 @@ class SnapshotManifest(StrictModel):
     created_at_s: float
     tba_version: str
     storage_format: int = Field(ge=1)
-    """Storage format of the Redis that the snapshot was saved from. Reading a snapshot does not depend on it."""
+    """Storage format of the Redis that the snapshot was saved from; a run of another format cannot load it."""
     lineage: int = Field(ge=0, le=MAX_LINEAGE)
     """The active lineage; 0 if no trainer had started."""
     step: int = Field(ge=0, le=MAX_STEP)

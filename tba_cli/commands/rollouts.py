@@ -91,6 +91,14 @@ def lines_of(rollout: RolloutInfo) -> list[str]:
         has_gold = rollout.prompt_data is not None
         gold = str(rollout.prompt_data) if has_gold else "not in the list; see `tba rollouts list --id`"
         lines.append(escape_controls(f"  gold data: {gold}"))
+    if (episode := rollout.episode) is not None:
+        how = "cut off by" if episode.is_truncated else "ended by"
+        lines.append(
+            escape_controls(
+                f"  episode of {episode.environment}: {episode.num_turns} turns, {episode.num_tool_calls} tool calls, "
+                f"{how} {episode.stop_condition}"
+            )
+        )
     return [*lines, escape_controls(f"  completion: {rollout.response_text!r}{more}")]
 
 

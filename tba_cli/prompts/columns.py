@@ -1,7 +1,8 @@
 """Turn a row of a data set into a prompt.
 
 All rows of a data set have one task. The text comes from a column or a template, and the data from columns (whole,
-before or after a marker, in a box, at a JSON key). The id is a digest of task, text and data. Every function here
+before or after a marker, in a box, at a JSON key). A column of messages gives a chat, with the tools of the column
+`tools` where the row has them, as in data sets for TRL. The id is a digest of task, text and data. Every function here
 raises RowError if a row lacks a value or has a wrong one.
 """
 
@@ -12,6 +13,7 @@ import json
 import math
 import string
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,29 +26,46 @@ from tba.errors import ConfigError
 ID_DIGITS = 20
 """Hex digits (80 bits) of a content digest in a prompt id."""
 BOXES = ("\\boxed", "\\fbox")
+TOOLS_COLUMN = "tools"
 
 
 class RowError(Exception):
     """A row cannot become a prompt; the message names the column and the value."""
 
 
-def prompt_of(section: DataSet, split: Split, text: str, values: Mapping[str, Any]) -> Prompt:
-    """Return the prompt of a row with this text; the data come from the row's columns."""
+@dataclass(slots=True)
+class Chat:
+    """The messages and tools of a row, and the text that the chat template makes of them; empty before it has."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    text: str = ""
+
+
+def prompt_of(section: DataSet, split: Split, text: str | Chat, values: Mapping[str, Any]) -> Prompt:
+    """Return the prompt of a row with this text or chat; the data come from the row's columns."""
+    fields: dict[str, Any] = {}
+    if isinstance(text, Chat):
+        fields = {"messages": text.messages, "tools": text.tools, "chat_template_kwargs": section.chat_template_kwargs}
+        text = text.text
     entry = ("question", "answer", "metadata", "options") if section.reasoning_gym else ()
     data = {key: values[key] for key in entry} | {
         key: plain(f"column {rule.column!r}", extracted(rule, column(values, rule.column)))
         for key, rule in section.data.items()
     }
     # sorted: the order of the columns must not change an id
-    content = json.dumps([section.task, text, data], sort_keys=True)
+    chat = [fields["messages"], fields["tools"]] if fields and "<" in str(fields["messages"]) else []
+    # other chats have other texts, unless a content has what the template writes
+    content = json.dumps([section.task, text, data, *chat], sort_keys=True)
     # a text that is in both splits gives two prompts
     prefix = section.task if split == "train" else f"{section.task}-{split}"
     prompt_id = f"{prefix}-{hashlib.sha256(content.encode()).hexdigest()[:ID_DIGITS]}"
-    return validated({"prompt_id": prompt_id, "task": section.task, "text": text, "data": data, "split": split})
+    fields |= {"prompt_id": prompt_id, "task": section.task, "text": text, "data": data, "split": split}
+    return validated(fields)
 
 
-def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Return the text of a row, or a list of messages that the chat template has to turn into text."""
+def text_of(section: DataSet, values: Mapping[str, Any]) -> str | Chat:
+    """Return the text of a row, or its chat, which the chat template has to turn into text."""
     if section.template is not None:
         parts = template_parts(section.template)
         return "".join(literal + (column_text(values, name) if name else "") for literal, name in parts)
@@ -54,7 +73,7 @@ def text_of(section: DataSet, values: Mapping[str, Any]) -> str | list[dict[str,
     value = column(values, section.column)
     # a list of messages, as in chat data sets: [{"role", "content"}, ...]
     if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
-        return messages(f"column {section.column!r}", value)
+        return Chat(messages(f"column {section.column!r}", value), _tools(values.get(TOOLS_COLUMN)))
     if not isinstance(value, str):
         raise RowError(f"column {section.column!r}: {short(value)} is not text")
     return value
@@ -88,6 +107,24 @@ def messages(where: str, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise RowError(f"{place}: its content {short(content)} is not text; give it one, or leave the row out")
         found.append(plain(place, given))
     return found
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return the tools of a row, which may be JSON; a data set of equal columns has nulls where a schema has no key."""
+    where = f"column {TOOLS_COLUMN!r}"
+    try:
+        value = from_json(value) if isinstance(value, str) and value.strip() else value or []
+    except ValueError as error:
+        raise RowError(f"{where}: {short(value)} is not JSON: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError(f"{where}: {short(value)} is no list of tools (JSON schemas); correct it, or rename the column")
+    return _without_nulls(plain(where, value))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return [_without_nulls(child) for child in value] if isinstance(value, list) else value
 
 
 def column(values: Mapping[str, Any], name: str) -> Any:

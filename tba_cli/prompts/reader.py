@@ -19,7 +19,17 @@ from tba.config.reward import BUILT_IN_TASKS, GoldSpec
 from tba.errors import ConfigError, did_you_mean
 from tba_cli.child_processes import ask_program
 from tba_cli.generators import load_prompt_source
-from tba_cli.prompts.columns import Gold, RowError, check_gold, prompt_of, template_parts, text_of, validated
+from tba_cli.prompts.columns import (
+    TOOLS_COLUMN,
+    Chat,
+    Gold,
+    RowError,
+    check_gold,
+    prompt_of,
+    template_parts,
+    text_of,
+    validated,
+)
 from tba_cli.prompts.sources import Row, dataset_rows, jsonl_rows
 
 GYM_PROGRAM = "tba_cli.prompts.reasoning_gym"
@@ -100,7 +110,7 @@ def _prompts_of_sets(recipe: Recipe, splits: Sequence[Split]) -> list[Prompt]:
     gold, sets = gold_keys(recipe), recipe.data.sets
     chosen: list[tuple[Split, DataSet]] = [(split, each) for split in splits for each in sets if split in each.splits]
     gyms = _gym_entries([section for _, section in chosen])
-    read: list[tuple[Split, DataSet, list[Row], list[Any]]] = []
+    read: list[tuple[Split, DataSet, list[Row], list[str | Chat]]] = []
     for split, section in chosen:
         rows = list(_rows_of(section, section.splits[split], gyms))
         if not rows:
@@ -146,20 +156,21 @@ def _rows_of(section: DataSet, split: str, gyms: Iterator[list[dict[str, Any]]])
         names = [name for _, name in template_parts(section.template)] if section.template else [section.column]
         # columns that are read, or paths into nested ones
         columns = [name for name in (*names, *(rule.column for rule in section.data.values())) if name]
-        yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns)
+        more = [TOOLS_COLUMN] if section.column else []
+        yield from dataset_rows(section.dataset or "", split, subset=section.subset, columns=columns, optional=more)
 
 
-def _texts_of(section: DataSet, rows: Sequence[Row]) -> list[Any]:
-    """Return the text of each row, or its messages."""
+def _texts_of(section: DataSet, rows: Sequence[Row]) -> list[str | Chat]:
+    """Return the text of each row, or its chat."""
     if section.texts is not None:
         return [row.values["text"] for row in rows]
-    texts: list[Any] = []
+    texts: list[str | Chat] = []
     for row in rows:
         try:
             texts.append(text_of(section, row.values))
         except RowError as error:
             raise ConfigError(f"{row.where}: {error}") from None
-    if section.chat_template_kwargs and not any(isinstance(text, list) for text in texts):
+    if section.chat_template_kwargs and not any(isinstance(text, Chat) for text in texts):
         raise ConfigError(
             f"{rows[0].where}: column {section.column!r} holds no messages that chat_template_kwargs are for; "
             "remove them"
@@ -167,13 +178,13 @@ def _texts_of(section: DataSet, rows: Sequence[Row]) -> list[Any]:
     return texts
 
 
-def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[Any]]]) -> None:
-    """Put texts in the places of messages, by the model's chat template, in one program for equal arguments."""
-    folder, chats = recipe.model.path, dict[str, list[tuple[DataSet, Row, list[Any], int]]]()
+def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[str | Chat]]]) -> None:
+    """Give each chat its text, by the model's chat template, in one program for equal arguments."""
+    folder, chats = recipe.model.path, dict[str, list[tuple[DataSet, Row, Chat]]]()
     for section, rows, texts in read:
-        for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            if isinstance(text, list):
-                chats.setdefault(json.dumps(section.chat_template_kwargs), []).append((section, row, texts, number))
+        for row, text in zip(rows, texts, strict=True):
+            if isinstance(text, Chat):
+                chats.setdefault(json.dumps(section.chat_template_kwargs), []).append((section, row, text))
     if chats and not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"prompts are messages, which the chat template of the model makes text of, and model.path {folder} "
@@ -181,12 +192,12 @@ def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[
         )
     for kwargs, places in chats.items():
         words = ["chat", folder, *["--trust"] * recipe.model.trust_remote_code, "--template-kwargs", kwargs]
-        messages = json.dumps([texts[number] for _, _, texts, number in places])
-        answers = ask_program("tba_cli.starter_models.convert", words, texts=messages)
-        for (section, row, texts, number), answer in zip(places, answers, strict=True):
+        asked = json.dumps([{"messages": chat.messages, "tools": chat.tools} for _, _, chat in places])
+        answers = ask_program("tba_cli.starter_models.convert", words, texts=asked)
+        for (section, row, chat), answer in zip(places, answers, strict=True):
             if "error" in answer:
                 raise ConfigError(f"{row.where}: column {section.column!r}: {answer['error']}")
-            texts[number] = answer["text"]
+            chat.text = answer["text"]
 
 
 def gold_keys(recipe: Recipe) -> Gold:

@@ -58,7 +58,9 @@ def _object(where: str, line: bytes) -> dict[str, Any]:
     return value
 
 
-def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collection[str]) -> Iterator[Row]:
+def dataset_rows(
+    name: str, split: str, *, subset: str | None, columns: Collection[str], optional: Collection[str]
+) -> Iterator[Row]:
     """Yield the rows of a data set that `datasets.load_dataset` finds: on the hub, in its cache, or in a folder.
 
     Args:
@@ -66,6 +68,7 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
         split: the split to read, for example train or train[:1000].
         subset: the configuration to read, if there are several; for example main of openai/gsm8k.
         columns: the columns to read, or paths into nested columns; if one is missing, all columns are read.
+        optional: more columns to read where the data set has them.
     """
     where = f"data set {name if subset is None else f'{name}:{subset}'} (split {split})"
     try:
@@ -93,6 +96,6 @@ def dataset_rows(name: str, split: str, *, subset: str | None, columns: Collecti
     wanted = {column if column in known else column.partition(".")[0] for column in columns}
     if wanted <= set(known):
         # other columns are not decoded: they may be images
-        dataset = dataset.select_columns(sorted(wanted))
+        dataset = dataset.select_columns(sorted(wanted | {*optional}.intersection(known)))
     for number, values in enumerate(dataset, start=1):
         yield Row(f"{where}, row {number}", values)

@@ -308,7 +308,7 @@ def _text(column: str, values: Sequence[Any], folder: Path) -> str:
         line = f"column = {quoted(column)} # messages, of which the model's chat template makes text"
         return line + "\nchat_template_kwargs = { enable_thinking = false } # the answer at once" * thinks
     words = ["chat", str(folder), *(["--template-kwargs", '{"enable_thinking": false}'] if thinks else [])]
-    chat = json.dumps([[{"role": "user", "content": "QUESTION"}]])
+    chat = json.dumps([{"messages": [{"role": "user", "content": "QUESTION"}]}])
     turns = ask_program(CONVERT, words, texts=chat)[0].get("text", "")
     before, _, after = turns.replace("{", "{{").replace("}", "}}").partition("QUESTION")
     turn_end = next(iter(after.split()), None)

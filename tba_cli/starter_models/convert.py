@@ -93,7 +93,7 @@ def check(folder: Path, texts: list[str], *, trust: bool = False) -> dict[str, A
 
 
 def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str | None:
-    """Return None if answers end. Else return the token after an answer in the chat template, or "" without one."""
+    """Return None if answers end. Else return the text after an answer in the chat template, or "" without one."""
     from transformers import GenerationConfig
 
     try:
@@ -111,7 +111,8 @@ def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str
     if not opening or not any(opening[0] in text for text in texts):  # prompts without the template
         return None if eos_ids else ""
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
-    return None if eos_ids.intersection(ids) else tokenizer.decode(ids)
+    # searchers end an answer at a token that ends a turn, and see no end in plain text
+    return None if {*eos_ids, *tokenizer.added_tokens_decoder}.intersection(ids) else tokenizer.decode(ids)
 
 
 def chat_texts(
@@ -120,6 +121,7 @@ def chat_texts(
     """Return for each conversation {"text": ...}, or {"error": ...} if the chat template fails for it.
 
     Args:
+        chats: each {"messages", "tools"}; tools may be absent.
         arguments: arguments of the chat template.
         trust: run code that comes with the model.
     """
@@ -148,7 +150,12 @@ def chat_texts(
     answers = []
     for chat in chats:
         try:
-            text = tokenizer.apply_chat_template(chat, **arguments, **options)
+            messages, tools = chat["messages"], chat.get("tools")
+            text = tokenizer.apply_chat_template(
+                messages, **arguments, **options, **({"tools": tools} if tools else {})
+            )
+            if tools and text == tokenizer.apply_chat_template(messages, **arguments, **options):
+                raise ValueError("it has no place for tools")
             answers.append({"text": text.removeprefix(bos) if has_own else text})
         except Exception as error:  # a template can raise anything
             why = f"the chat template of {folder} cannot make text of the messages: {_reason(error)}"
@@ -189,7 +196,7 @@ def convert_gguf(path: Path, folder: Path) -> list[str]:
     except Exception as error:  # a damaged file can raise anything
         said = str(error) if isinstance(error, ConfigError) else _reason(error)
         raise ConfigError(f"{path.name} cannot be converted: {said}") from None
-    asked = chat_texts(folder, [[{"role": "user", "content": "QUESTION"}]], {})[0].get("text")
+    asked = chat_texts(folder, [{"messages": [{"role": "user", "content": "QUESTION"}]}], {})[0].get("text")
     if asked is None:
         return ["it has no chat template for a plain question; give prompts as text"]
     token = check(folder, [asked])["endless"]
@@ -275,7 +282,7 @@ def main() -> int:
     parser.add_argument("command", choices=["chat", "check", "convert"])
     parser.add_argument("folder", type=Path, help="model folder")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="what to convert instead")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts or conversations")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts, or of {messages, tools}")
     parser.add_argument("--trust", action="store_true", help="code that comes with the model may run")
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
     args = parser.parse_args()

@@ -18,6 +18,7 @@ from tba.wire import (
 from tests.support.wire_values import (
     GOLDEN,
     composite_rollout,
+    conversation,
     encodings,
     heartbeat,
     manifest,
@@ -40,11 +41,12 @@ def test_this_build_writes_the_golden_bytes(name: str) -> None:
 
 
 def test_the_golden_rollout_reads_as_the_values() -> None:
-    assert_same(decode_rollout((GOLDEN / "rollout_v1.msgpack").read_bytes()), scored_rollout())
+    assert_same(decode_rollout((GOLDEN / "rollout_v2.msgpack").read_bytes()), scored_rollout())
 
 
 def test_the_other_golden_bytes_read_as_the_values() -> None:
-    assert_same(decode_rollout((GOLDEN / "rollout_parts_v1.msgpack").read_bytes()), composite_rollout())
+    assert_same(decode_rollout((GOLDEN / "rollout_parts_v2.msgpack").read_bytes()), composite_rollout())
+    assert_same(decode_rollout((GOLDEN / "rollout_conversation_v2.msgpack").read_bytes()), conversation())
     assert_same(decode_rollout(encode_rollout(pending_rollout())), pending_rollout())
     assert decode_push((GOLDEN / "push_v1.msgpack").read_bytes(), max_bytes=1 << 20) == payloads()
     assert decode_heartbeat((GOLDEN / "heartbeat_v1.msgpack").read_bytes()) == heartbeat()

@@ -22,7 +22,7 @@ from tba.clients import BufferClient
 from tba.config import Recipe, load_recipe, parse_recipe
 from tba.versions import START, PolicyVersion
 from tba.wire import Heartbeat, Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
-from tba.wire.rollout import MAX_TOKENS
+from tba.wire.sequences import MAX_TOKENS
 from tests.support.redis_process import DURABLE, RedisProcess, free_port, start_redis
 from tests.support.rollout_values import array_bytes
 from tests.support.waits import DEADLINE_S

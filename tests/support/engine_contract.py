@@ -407,6 +407,22 @@ def restricted_logprobs(model: Model, request: Request, tokens: np.ndarray) -> n
     return np.array(found)
 
 
+def case_each_of_several_stop_tokens_ends_a_response(bench: Bench) -> None:
+    """As generation_config.json and the end of a chat template's turn name them."""
+    requests = []
+    for request in make_requests(6, temperatures=(0.0,), eos_ids=()):
+        whole = bench.old.greedy(request)
+        ends = (EOS_ID, whole[len(whole) // 2], whole[len(whole) // 3])
+        requests.append(dataclasses.replace(request, eos_ids=ends))
+    with bench.engine() as engine:
+        done = run_all(engine, requests)
+    for request in requests:
+        completion = done[request.request_id]
+        assert completion.response_tokens.tolist() == bench.old.greedy(request)
+        assert completion.response_tokens[-1] in request.eos_ids
+        assert completion.finish_reason == "stop"
+
+
 def case_stop_strings_end_a_response(bench: Bench) -> None:
     prompts = [make_requests(1, seed=seed)[0].prompt_tokens for seed in range(11, 30)]
     candidates = [make_request("", prompt, Sampling.of(0.0)) for prompt in prompts]
@@ -533,6 +549,7 @@ ON_EXPERTS = ON_EVERY_MODEL[:3]
 ON_ONE_MODEL = (
     case_a_bad_version_is_refused_and_the_old_one_back,
     case_sampling_options_are_in_the_logprobs,
+    case_each_of_several_stop_tokens_ends_a_response,
     case_stop_strings_end_a_response,
     case_what_cannot_be_honoured_is_refused_and_the_rest_continues,
     case_slots_are_counted_and_aborted_requests_forgotten,

@@ -209,7 +209,7 @@ class Lookup:
         return self._weight.device
 
     def token_logprobs(self, sequences: PackedSequences) -> Tensor:
-        return self._weight[sequences.response_tokens, 0]
+        return self._weight[sequences.trained_tokens, 0]
 
     def logprobs_and_entropy(self, sequences: PackedSequences) -> tuple[Tensor, Tensor]:
         return self.token_logprobs(sequences), torch.zeros((), device=self.device)

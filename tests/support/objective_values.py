@@ -85,7 +85,7 @@ class Problem:
             row=torch.arange(len(rows)).repeat_interleave(self.lengths[rows]),
             num_rows=len(rows),
             trainer_logprobs=torch.cat([self.recomputed[row] for row in rows]),
-            num_prompt_tokens=self.prompt_lengths[rows],
+            num_untrained=self.prompt_lengths[rows],
         )
 
     def logprobs(self, row: int) -> Tensor:

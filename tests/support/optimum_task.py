@@ -134,7 +134,7 @@ def _expected_loss(
         row=torch.arange(len(_PAIRS)).repeat_interleave(LENGTH),
         num_rows=len(_PAIRS),
         trainer_logprobs=sampler[_PAIRS].flatten(),
-        num_prompt_tokens=torch.ones(len(_PAIRS)),
+        num_untrained=torch.ones(len(_PAIRS)),
     )
     weighted = advantage * (probability * len(_FIRST)).repeat_interleave(2)
     return objective_loss(tokens, weighted, objective, totals=_TOTALS)[0]

@@ -7,24 +7,29 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tba.wire import float32_bytes, int32_bytes
+from tba.wire import Rollout, float32_bytes, single_turn
 
 Value = TypeVar("Value")
-FIELDS = {
-    "prompt_tokens": ("prompt_bytes", int32_bytes),
-    "response_tokens": ("response_bytes", int32_bytes),
-    "sampler_logprobs": ("logprob_bytes", float32_bytes),
-}
+TURN = ("prompt_tokens", "response_tokens", "finish_reason")
+"""What `single_turn` makes the sequences of."""
 
 
-def array_bytes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a rollout, with arrays encoded and renamed to the fields that hold their bytes."""
-    encoders = {name: FIELDS.get(name, (name, lambda value: value)) for name in fields}
-    return {encoders[name][0]: encoders[name][1](value) for name, value in fields.items()}
+def array_bytes(fields: dict[str, Any], before: Rollout | None = None) -> dict[str, Any]:
+    """Return fields of a rollout of one turn, with arrays encoded as its fields hold them.
+
+    Args:
+        before: has the parts of the turn that `fields` does not name.
+    """
+    found = {name: value for name, value in fields.items() if name not in (*TURN, "sampler_logprobs")}
+    if any(name in fields for name in TURN):
+        found["sequences"] = single_turn(*(fields[name] if name in fields else getattr(before, name) for name in TURN))
+    if "sampler_logprobs" in fields:
+        found["logprob_bytes"] = float32_bytes(fields["sampler_logprobs"])
+    return found
 
 
 def replace(value: Value, **changes: Any) -> Value:
     """Return a copy of a dataclass, rollout, group or batch with changed fields; arrays are allowed for rollouts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **changes)
-    return msgspec.structs.replace(value, **array_bytes(changes))  # pyright: ignore[reportArgumentType]
+    return msgspec.structs.replace(value, **array_bytes(changes, value if isinstance(value, Rollout) else None))  # pyright: ignore[reportArgumentType]

@@ -42,7 +42,7 @@ from tba.wire import (
     Sampling,
     VersionSpan,
     float32_bytes,
-    int32_bytes,
+    single_turn,
 )
 from tests.support.rollout_values import replace
 
@@ -100,10 +100,8 @@ def make_rollout(
         task="addition",
         prompt_id=prompt_id,
         visit_id="visit-1",
-        prompt_bytes=int32_bytes(rng.integers(3, VOCAB_SIZE, num_prompt_tokens)),
-        response_bytes=int32_bytes(tokens),
+        sequences=single_turn(rng.integers(3, VOCAB_SIZE, num_prompt_tokens), tokens, "stop"),
         response_text="",
-        finish_reason="stop",
         version_spans=(VersionSpan.of(version, 0, len(tokens)),),
         sampling=Sampling.of(temperature),
         logprob_bytes=float32_bytes(logprobs),

@@ -12,7 +12,7 @@ from tba_searcher.generation.visits import Visit
 from tba.api import Lease, Prompt
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason
 
 PROMPT = Prompt(prompt_id="p", task="addition", text="1+1=")
 

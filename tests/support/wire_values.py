@@ -1,12 +1,13 @@
 """Fixed values of every wire format, and the golden bytes that they encode to.
 
 `python -m tests.support.wire_values` writes the golden files. Stored bytes and bytes in flight must stay readable. So a
-change of a golden file needs a new schema number and a reader for the old one.
+change of a golden file needs a new schema number, and a clear error for the old one.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +15,17 @@ from tba.versions import PolicyVersion
 from tba.wire import (
     Batch,
     Canary,
+    Episode,
     Group,
     Heartbeat,
     Manifest,
+    Message,
     RefLogprob,
     Rollout,
     Sampling,
+    Segment,
     StoredObject,
+    TokenSequence,
     VersionSpan,
     Wait,
     encode_batch,
@@ -30,6 +35,7 @@ from tba.wire import (
     encode_rollout,
     float32_bytes,
     int32_bytes,
+    single_turn,
 )
 from tba.wire.weight_manifest import Delta, DeltaObject, TensorEntry, TensorFile, table_sha256
 from tests.support.rollout_values import replace
@@ -46,10 +52,8 @@ def scored_rollout(num_response_tokens: int = 1000) -> Rollout:
         task="addition",
         prompt_id="p-7",
         visit_id="visit-1",
-        prompt_bytes=int32_bytes(range(20)),
-        response_bytes=int32_bytes(np.arange(num_response_tokens) * 131 % 50_000),
+        sequences=single_turn(range(20), np.arange(num_response_tokens) * 131 % 50_000, "stop"),
         response_text="12 + 30 = 42 \N{CHECK MARK}",
-        finish_reason="stop",
         version_spans=(
             VersionSpan.of(PolicyVersion(1, 40), 0, edge),
             VersionSpan.of(PolicyVersion(1, 44), edge, num_response_tokens),
@@ -80,10 +84,8 @@ def pending_rollout() -> Rollout:
         task="gsm8k",
         prompt_id="p-8",
         visit_id="visit-2",
-        prompt_bytes=int32_bytes([5]),
-        response_bytes=int32_bytes([7, 0]),
+        sequences=single_turn([5], [7, 0], "length"),
         response_text="",
-        finish_reason="length",
         version_spans=(VersionSpan.of(PolicyVersion(0, 0), 0, 2),),
         sampling=Sampling.of(0.0),
         logprob_bytes=float32_bytes([-0.5, 0.0]),
@@ -96,6 +98,45 @@ def pending_rollout() -> Rollout:
         started_at_s=1_700_000_002.0,
         finished_at_s=1_700_000_003.0,
     )
+
+
+def conversation(**changes: Any) -> Rollout:
+    """Return a rollout of two turns with a tool, and a third in a sequence that repeats the first reply."""
+    reply, call = [20, 21, 0], [10, 11, 12, 0]
+    first = (
+        Segment("system", "environment", 2),
+        Segment("user", "environment", 3),
+        Segment("assistant", "policy", 4, is_trained=True, finish_reason="stop", parse_status="ok"),
+        Segment("assistant", "template", 1),
+        Segment("tool", "environment", 2, 1),
+        Segment("assistant", "policy", 3, 1, is_trained=True, finish_reason="stop"),
+    )
+    second = (
+        Segment("user", "environment", 4),
+        Segment("assistant", "policy", 4, finish_reason="stop", parse_status="ok"),
+        Segment("user", "environment", 2, 2),
+        Segment("assistant", "policy", 2, 2, is_trained=True, finish_reason="length"),
+        Segment("tool", "environment", 3, 2),
+    )
+    sequences = (
+        TokenSequence(int32_bytes([1, 2, 3, 4, 5, *call, 6, 7, 8, *reply]), first),
+        TokenSequence(int32_bytes([1, 2, 3, 9, *call, 7, 9, 30, 31, 5, 6, 7]), second),
+    )
+    spans = (VersionSpan.of(PolicyVersion(1, 3), 0, 4), VersionSpan.of(PolicyVersion(1, 4), 4, 9))
+    episode = Episode(
+        episode_id="episode-1",
+        environment="calculator",
+        environment_version="1",
+        seed=5,
+        stop_condition="max_turns",
+        is_truncated=True,
+        turn_rewards=(None, 0.5, 0.0),
+        num_tool_calls=1,
+        messages=(Message("user", "What is 2 * 3?"), Message("tool", "6", 1)),
+    )
+    logprobs = -np.arange(9, dtype=np.float32) / 8
+    known = replace(scored_rollout(2), version_spans=spans, sampler_logprobs=logprobs, response_text="six")
+    return replace(replace(known, sequences=sequences, episode=episode), **changes)
 
 
 def payloads() -> list[bytes]:
@@ -177,8 +218,9 @@ def manifest() -> Manifest:
 def encodings() -> dict[str, bytes]:
     """Return the bytes of each golden file by its name."""
     return {
-        "rollout_v1.msgpack": encode_rollout(scored_rollout()),
-        "rollout_parts_v1.msgpack": encode_rollout(composite_rollout()),
+        "rollout_v2.msgpack": encode_rollout(scored_rollout()),
+        "rollout_parts_v2.msgpack": encode_rollout(composite_rollout()),
+        "rollout_conversation_v2.msgpack": encode_rollout(conversation()),
         "push_v1.msgpack": encode_push(payloads()),
         "batch_v1.msgpack": batch_bytes(),
         "heartbeat_v1.msgpack": encode_heartbeat(heartbeat()),

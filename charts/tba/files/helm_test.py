@@ -21,7 +21,7 @@ from tba.config import Recipe, load_recipe
 from tba.errors import TbaError, UnavailableError
 from tba.tokens import ClientToken, client_token
 from tba.versions import START
-from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id
+from tba.wire import Rollout, Sampling, VersionSpan, encode_rollout, new_rollout_id, single_turn
 
 PAUSE_S = 2.0
 
@@ -113,10 +113,8 @@ def check_rollout(recipe: Recipe, viewer_token: ClientToken, wait_s: float) -> N
         task=task,
         prompt_id=prompt_id,
         visit_id=f"helm-test-{now_s:.3f}",
-        prompt_bytes=bytes(4),
-        response_bytes=bytes(4),
+        sequences=single_turn([0], [0], "length"),
         response_text="pushed by helm test",
-        finish_reason="length",
         version_spans=(VersionSpan.of(START, 0, 1),),
         sampling=Sampling.of(1.0),
         logprob_bytes=bytes(4),

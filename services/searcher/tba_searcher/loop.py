@@ -55,6 +55,7 @@ from tba.errors import BusyError, UnavailableError
 from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.weights import LocalVersion
+from tba_searcher.conversations.chat import RenderError
 from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Engine, EngineDiedError, Request
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
@@ -133,7 +134,7 @@ class SearcherLoop:
         self._is_leasing = False
         """A request for leases is in progress, or its reply has not been handled yet."""
         self._refused_prompt_ids: set[str] = set()
-        """Ids of prompts with too many tokens or none: each is logged only once."""
+        """Ids of prompts with too many tokens or none, or messages that cannot be rendered; each is logged once."""
         loader.add(current)
         status.version = current.version
         delivery.on_reply = self.on_reply
@@ -271,9 +272,14 @@ class SearcherLoop:
         for lease in reply.leases:
             if lease.lease_id in returned:
                 continue
+            reason = None
+            try:
+                tokens = self._codec.prompt_tokens(lease.prompt)
+            except RenderError as error:
+                tokens, reason = (), str(error)
             visit = Visit(
                 lease=lease,
-                prompt_tokens=self._codec.encode_prompt(lease.prompt.text),
+                prompt_tokens=tokens,
                 pinned=None if lease.version is None or lease.kind == "train" else PolicyVersion.parse(lease.version),
             )
             num_tokens = len(visit.prompt_tokens)
@@ -284,7 +290,13 @@ class SearcherLoop:
             prompt_id = lease.prompt.prompt_id
             if prompt_id not in self._refused_prompt_ids:
                 self._refused_prompt_ids.add(prompt_id)
-                log.error("prompt refused", prompt_id=prompt_id, num_tokens=num_tokens, limit_tokens=limit_tokens)
+                log.error(
+                    "prompt refused",
+                    prompt_id=prompt_id,
+                    num_tokens=num_tokens,
+                    limit_tokens=limit_tokens,
+                    reason=reason,
+                )
             if visit.pinned is None:
                 too_long.append(lease.lease_id)
             else:  # an evaluation needs a result for every prompt, or it never ends

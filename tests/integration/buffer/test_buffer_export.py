@@ -22,6 +22,7 @@ from tba.clients import BufferClient
 from tba.errors import BadRequestError, BusyError, NotFoundError, NotInstalledError, UnavailableError
 from tba.versions import START, PolicyVersion
 from tba.wire import Sampling, VersionSpan, encode_rollout
+from tests.integration.buffer.test_buffer_conversations import talk
 from tests.support.buffer import make_payloads, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer, without_constants
 from tests.support.leases import draw
@@ -32,7 +33,7 @@ TABLE = parquet.RolloutExports._table
 
 @pytest.fixture
 def served(serve_buffer: ServeBuffer) -> BufferThread:
-    """A buffer with 12 plain rollouts and one that has everything."""
+    """A buffer with 12 plain rollouts, one that has everything, a conversation, and one without a reward."""
     served = serve_buffer()
     client, lineage = served.begin(4)
     client.push(make_payloads(["train-0", "train-1", "train-2"]))
@@ -47,6 +48,7 @@ def served(serve_buffer: ServeBuffer) -> BufferThread:
         reward_parts={"format": 1.0, "exact": 0.5},
     )
     client.push([encode_rollout(full)])
+    client.push([encode_rollout(talk("train-2"))])
     client.push([encode_rollout(make_rollout("train-0", reward=None))])
     draw(client, lineage, wait_s=2)
     return served
@@ -75,11 +77,12 @@ def test_every_column_is_what_is_stored(served: BufferThread, tmp_path: Path) ->
         assert f"{row.pop('lineage')}-{row.pop('step')}" == found["version"]
         assert json.loads(row.pop("prompt_data")) == {"answer": 2 * int(row["prompt_id"][-1])}
         assert row == {name: found[name] for name in row}
-    full = rows[12]
+    full, spoken = rows[12:14]
+    assert (len(spoken["sequences"]), len(spoken["messages"]), full["sequences"]) == (2, 2, None)
     assert (full["response_text"], full["prompt_text"]) == ("x" * 20_000 + "\N{CHECK MARK}", "3+3=")
     assert full["reward_parts"][1] == {"name": "exact", "score": 0.5, "weight": None}
     assert full["response_tokens"] == [1, 2, 3, 4, 5]
-    assert rows[13]["reward"] is None
+    assert rows[14]["reward"] is None
     assert sum(row["num_batches"] for row in rows) > 0
 
 
@@ -87,7 +90,7 @@ def test_filters_choose_and_tokens_may_be_left_out(served: BufferThread, tmp_pat
     client = served.client()
     rows = exported(client, tmp_path, tokens=False, prompt_id="train-3")
     assert [row["reward"] for row in rows] == [0.75]
-    assert not {"prompt_tokens", "response_tokens", "sampler_logprobs"} & rows[0].keys()
+    assert not {"prompt_tokens", "response_tokens", "sampler_logprobs", "sequences"} & rows[0].keys()
     assert [row["reward"] for row in exported(client, tmp_path, min_reward=2, contains="0+0=")] == [2.0, 3.0]
     assert exported(client, tmp_path, searcher_id="nobody") == []
 
@@ -99,7 +102,7 @@ def test_a_row_group_is_written_at_a_time(
     path = tmp_path / "out.parquet"
     served.client().export_rollouts(path)
     metadata = pq.ParquetFile(path).metadata
-    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [6, 6, 2]
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [6, 6, 3]
 
 
 def test_what_is_damaged_is_shown_as_such_and_what_is_gone_is_left_out(
@@ -136,7 +139,7 @@ def test_a_cut_export_leaves_no_file(served: BufferThread, tmp_path: Path, monke
     assert path.read_bytes() == b"of yesterday"
     monkeypatch.setattr(parquet.RolloutExports, "_table", write)
     served.client().export_rollouts(path)
-    assert pq.read_table(path).num_rows == 14
+    assert pq.read_table(path).num_rows == 15
 
 
 def test_refusals_say_why_without_a_file(served: BufferThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tba.api import RescoreInfo, RescoreRequest
 from tba.clients import BufferClient
 from tba.errors import BadRequestError, ConflictError, NotFoundError
 from tba.wire import Rollout, encode_rollout
+from tests.integration.buffer.test_buffer_conversations import talk
 from tests.support.buffer import make_prompts, make_rollout, start_lineage, start_stack
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.leases import draw
@@ -63,6 +64,16 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
     assert {(r.reward, r.reward_version) for r in batch.rollouts} == {(10.0, "addition-2")}
     assert client.stats().num_scored == 40
     assert counters(redis)["scored_total"] == 40  # no rollout was scored for the first time
+
+
+def test_an_episode_keeps_what_its_environment_paid(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
+    client = scored_buffer(serve_buffer, reward)
+    paid = talk("train-0", reward=0.25)
+    push(client, [paid, make_rollout("train-1", reward=3.0)])
+    job = finished(client, ALL)
+    assert (job.num_total, job.num_done, job.num_changed, job.num_gone) == (2, 2, 1, 0)
+    assert client.get_rollout(paid.rollout_id.hex()).reward == 0.25
+    assert len(reward.asked) == 1
 
 
 def test_scoring_again_replaces_the_parts_of_a_reward(serve_buffer: ServeBuffer, reward: RewardServer) -> None:

@@ -17,8 +17,14 @@ from tba.errors import ConflictError, NotFoundError
 from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.wire import Rollout, decode_rollout, encode_rollout
-from tba.wire.snapshot_manifest import SnapshotManifest, SnapshotSource, decode_snapshot_manifest
+from tba.wire.snapshot_manifest import (
+    SnapshotManifest,
+    SnapshotSource,
+    decode_snapshot_manifest,
+    encode_snapshot_manifest,
+)
 from tba_cli.main import main
+from tests.integration.buffer.test_buffer_conversations import talk
 from tests.support.buffer import begin_run, make_payloads, make_prompts, make_rollout, start_lineage
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
@@ -104,21 +110,22 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     pending = encode_rollout(make_rollout("train-2", reward=None, version=made_by))
     parts = {"format": 1.0, "exact": 0.5}
     old.push([*make_payloads(["train-2"], version=made_by, reward_parts=parts), pending])
+    old.push([encode_rollout(talk("train-3"))])
     before = stored(redis)
     info = saved(old, "end")
-    assert (info.state, info.num_rollouts, info.log_position) == ("complete", 13, 15)
+    assert (info.state, info.num_rollouts, info.log_position) == ("complete", 14, 16)
     manifest = manifest_of(store, "test/end")
     assert (manifest.storage_format, manifest.tba_version) == (FORMAT, __version__)
 
     new = serve("other").with_prompts(1)
     origin = loaded(new, "test/end")
-    assert (origin.state, origin.num_rollouts, origin.num_loaded, origin.version) == ("complete", 13, 13, None)
+    assert (origin.state, origin.num_rollouts, origin.num_loaded, origin.version) == ("complete", 14, 14, None)
     after = stored(redis, "other")
     assert contents(after, run="other") == contents(before, run="test")
     assert all(decode_rollout(payload).visit_id == "visit-of-nobody@test" for payload in after.values())
     assert log_of(redis, "other") == log_of(redis, "test")
     stats = new.stats()
-    assert (stats.num_scored, stats.num_pending, stats.num_prompts_train, stats.num_prompts_heldout) == (12, 1, 6, 2)
+    assert (stats.num_scored, stats.num_pending, stats.num_prompts_train, stats.num_prompts_heldout) == (13, 1, 6, 2)
     assert stats.rollouts_generated == 0
     assert new.run().parents == {1: "0-0"}
     assert loaded(new, "test/end").state == "complete"
@@ -126,6 +133,21 @@ def test_a_snapshot_begins_another_run_with_the_same_rollouts_in_the_same_order(
     assert new.new_lineage(LineageRequest(trainer_id="t", parent="0-0")).lineage == 2
     with pytest.raises(ConflictError, match="has begun with snapshot test/end"):
         new.load_snapshot(LoadRequest(source="third/none"))
+
+
+def test_a_snapshot_of_another_storage_format_is_refused(serve: ServeBuffer, store: FileStore) -> None:
+    old = serve().client()
+    begin_run(old, 1)
+    old.push(make_payloads(["train-0"]))
+    saved(old, "end")
+    manifest = manifest_of(store, "test/end")
+    key = SnapshotSource.parse("test/end").manifest_key
+    store.delete(key)
+    other = manifest.model_copy(update={"storage_format": FORMAT - 1, "tba_version": "0.2.0"})
+    store.put(key, encode_snapshot_manifest(other))
+    origin = loaded(serve("other").client(), "test/end")
+    assert origin.state == "failed"
+    assert f"saved by tba 0.2.0 in storage format {FORMAT - 1}, and this release reads" in (origin.reason or "")
 
 
 @pytest.fixture

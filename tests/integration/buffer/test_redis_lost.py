@@ -244,7 +244,7 @@ def test_a_run_in_another_storage_format_is_refused_in_a_sentence(world: World, 
             admin.set("tba:test:format", found)
         with pytest.raises(ConfigError, match=says) as refused:
             check_redis(world.recipe)
-        assert "run.snapshot" in str(refused.value)
+        assert "resume it with that release" in str(refused.value)
         assert (admin.get("tba:test:format"), admin.get("tba:test:replica")) == (found, starts)
 
 

@@ -128,18 +128,19 @@ def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
     from tba_cli.starter_models.convert import check
     from tests.support.tiny_reward_models import save_chat_model
 
-    chat = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    chat = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}|{% endfor %}"
     folder = save_chat_model(tmp_path / "m", chat=chat + "{% if add_generation_prompt %}<s>assistant: {% endif %}")
-    asked = "<s>user: 4</s><s>assistant: "
+    asked = "<s>user: 4|<s>assistant: "
     prompts = [Prompt(prompt_id="p", task="t", text=asked, split="train")]
-    assert check(folder, [asked])["endless"] is None
 
     def warning(**searcher):
         recipe = {"run": {"name": "r"}, "model": {"path": str(folder)}, "data": {"generator": "addition"}}
         reward = {"tasks": {"t": {"scorers": [{"kind": "exact"}]}}}
         return endless_warning(parse_recipe({**recipe, "reward": reward, "searcher": searcher}, where="test"), prompts)
 
-    assert warning() is None
+    assert "ends turns with '|', which is none" in (warning() or "")
+    assert warning(tasks={"t": {"stop": ["|"]}}) is None
+    assert check(folder, ["4"])["endless"] is None, "the template is not used"
     for name, key, value in (
         ("tokenizer_config.json", "eos_token", "<pad>"),
         ("generation_config.json", "eos_token_id", 1),
@@ -147,11 +148,9 @@ def test_turns_that_end_with_no_end_of_sequence_are_a_warning(tmp_path):
     ):
         document = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**document, key: value}))
-    assert "ends turns with '</s>', which is none" in (warning() or "")
-    assert warning(tasks={"t": {"stop": ["</s>"]}}) is None
-    assert check(folder, ["4"])["endless"] is None, "the template is not used"
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert warning() is None
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("|", "</s>"))
+    assert warning() is None, "searchers end an answer at a special token that ends turns"
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         document = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({key: each for key, each in document.items() if "eos" not in key}))

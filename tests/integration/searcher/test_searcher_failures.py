@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import structlog
 from tba_searcher import loop
 from tba_searcher.engines.engine import Completion, EngineDiedError, EngineError, Request
 from tba_searcher.engines.torch import reference_logprobs
@@ -17,7 +18,7 @@ from tba_searcher.engines.weight_check import CheckableModel, check_loaded
 from tba_searcher.generation import delivery, version_pulls
 from tba_searcher.service import Clients, Searcher
 
-from tba.api import VersionRequest
+from tba.api import Prompt, VersionRequest
 from tba.clients import RewardClient
 from tba.config import parse_recipe
 from tba.errors import DigestError
@@ -85,6 +86,23 @@ async def test_a_request_that_the_engine_cannot_honour_refuses_its_prompt_and_no
     assert stats.leases["refused"] >= 4
     assert stats.num_prompts_seen == 10
     assert stats.leases["open"] == 0
+
+
+async def test_messages_that_the_template_cannot_render_refuse_their_prompt_and_no_other(make_world: MakeWorld) -> None:
+    """Bug 6: nothing is made up for it. The model of this test has no chat template."""
+    world = make_world(num_train=6)
+    chat = [{"role": "user", "content": "1+1="}]
+    world.client.upload_prompts([Prompt(prompt_id="chat", task="addition", text="1+1=", messages=chat)])
+    task = asyncio.create_task(world.loop.run())
+    with structlog.testing.capture_logs() as logs:
+        await asyncio.to_thread(
+            until, "both", lambda: world.status.counts["refused_prompts"] and world.client.stats().num_scored >= 24
+        )
+    world.stop.set()
+    await task
+    (refused,) = [log for log in logs if log["event"] == "prompt refused"]
+    assert (refused["prompt_id"], "has no chat template" in refused["reason"]) == ("chat", True)
+    assert world.client.stats().num_prompts_seen == 6
 
 
 async def test_a_drain_does_not_wait_for_a_reward_service_that_hangs(make_world, reward, monkeypatch) -> None:

@@ -37,7 +37,7 @@ DETAIL |= {"prompt_text": "1+1=", "num_prompt_tokens": 4, "prompt_tokens": [1, 2
 DETAIL |= {"response_text": "2\n\x1b[2J", "response_text_cut": False, "finish_reason": "stop", "finished_at_s": 2.5}
 DETAIL |= {"num_response_tokens": 3, "response_tokens": [7, 8, 9], "sampler_logprobs": [-0.5, -1.25, -0.125]}
 DETAIL |= {"token_texts": ["2", "\n", "\x1b"], "reward": 0.75, "reward_status": "scored", "reward_reason": None}
-DETAIL |= {"reward_version": "addition-1"}
+DETAIL |= {"reward_version": "addition-1", "episode": None}
 
 
 def info_of(number: int, **changes: Any) -> RolloutInfo:
@@ -139,6 +139,14 @@ def test_a_list_continues_over_pages_that_hold_fewer(run: FakeRun, capsys: pytes
 def test_a_list_shows_the_gold_data_where_there_is_some(changes: dict[str, Any], line: str | None) -> None:
     lines = rollouts.lines_of(info_of(0, **changes))
     assert lines[2:-1] == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(("is_truncated", "how"), [(True, "cut off by max_turns"), (False, "ended by max_turns")])
+def test_a_list_says_which_episode_a_conversation_is(is_truncated: bool, how: str) -> None:
+    episode = {"episode_id": "e", "environment": "game", "environment_version": "1", "seed": 5, "seat": 0}
+    episode |= {"stop_condition": "max_turns", "turn_rewards": [None, 1.0], "num_turns": 2, "num_tool_calls": 1}
+    lines = rollouts.lines_of(info_of(0, episode={**episode, "is_truncated": is_truncated}))
+    assert lines[-2] == f"  episode of game: 2 turns, 1 tool calls, {how}"
 
 
 def test_json_that_is_printed_has_nothing_that_a_terminal_obeys(run: FakeRun, capsys) -> None:

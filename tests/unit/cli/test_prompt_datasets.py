@@ -6,6 +6,7 @@ import datetime
 import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from tba.api import Prompt
 from tba.config import Recipe, parse_recipe
@@ -302,6 +304,49 @@ def test_messages_become_text_by_the_models_chat_template(tmp_path):
     tokenizer.save_pretrained(model)
     with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: column 'prompt': .*, or a model with a chat template"):
         prompts_of(trl_rows(path, model))
+
+
+def test_a_prompt_keeps_its_messages_with_the_tools_of_the_column(tmp_path, chat_model):
+    """As a JSONL file has them, as Parquet has them (with nulls), and as JSON in a text."""
+    model = Path(shutil.copytree(chat_model, tmp_path / "m"))
+    (model / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+    tools[0]["function"] |= {"description": "Add."}  # type: ignore[operator]
+    rows = [chat_row(i, f"{i}") | {"tools": tools} for i in range(3)]
+    texts = [{**row, "tools": json.dumps(tools)} for row in rows]
+    jsonl = write_jsonl(tmp_path / "p.jsonl", *rows)
+    for dataset in (jsonl, write_dataset(tmp_path / "d", train=rows), write_dataset(tmp_path / "e", train=texts)):
+        found = prompts_of(trl_rows(dataset, model))
+        assert {prompt.text for prompt in found} == {f"add sub {i} " for i in range(3)}
+        assert all(prompt.tools == tools and prompt.messages for prompt in found)
+    plain = write_jsonl(tmp_path / "t.jsonl", *({"prompt": f"{i}", "answer": "1", "tools": tools} for i in range(3)))
+    assert [prompt.messages for prompt in prompts_of(trl_rows(plain, model))] == [None] * 3
+    for wrong, message in (("{", "is not JSON"), ([1], "is no list of tools"), ({"a": 1}, "is no list of tools")):
+        path = write_jsonl(tmp_path / "w.jsonl", rows[0], rows[1], rows[2] | {"tools": wrong})
+        with pytest.raises(ConfigError, match=rf"w\.jsonl, line 3: column 'tools': .* {message}"):
+            prompts_of(trl_rows(path, model))
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match="it has no place for tools"):
+        prompts_of(trl_rows(jsonl, model))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [{"role": "user", "content": None}]}, r"message 1 \(user\): its content is not text"),
+        ({"messages": [{"role": "user", "content": "a", "number": float("nan")}]}, "not JSON compliant"),
+        ({"tools": [{"name": "add"}]}, "are for messages"),
+        ({"chat_template_kwargs": {"a": 1}}, "are for messages"),
+    ],
+)
+def test_messages_that_no_template_takes_are_refused_at_upload(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        Prompt(prompt_id="p", task="t", text="a", **fields)
 
 
 def test_null_keys_of_messages_are_absent(tmp_path, chat_model):

@@ -36,7 +36,7 @@ from tba.errors import ConfigError, DigestError, UnavailableError
 from tba.evaluation.statistics import mean_of_pairs
 from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason
 from tests.support.buffer import make_recipe
 from tests.support.tiny_encoder import make_tiny_encoder
 from tests.support.visits import make_completion, make_visit

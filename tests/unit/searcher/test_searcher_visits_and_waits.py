@@ -42,6 +42,7 @@ from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion
 from tba.wire import Sampling
 from tests.support.buffer import make_recipe
+from tests.support.chat_tokenizers import make_chat_tokenizer, thinking_template
 from tests.support.chi_square import assert_follows
 from tests.support.engine_contract import make_request
 from tests.support.tiny_model import make_tiny_tokenizer
@@ -215,6 +216,28 @@ def test_text_goes_through_the_tokenizer_as_it_is(tmp_path: Path):
     assert len(ids) == 5
     # no special token but the last is hidden from rewards
     assert codec.decode_responses([make_completion("x", [*ids, 0, 1])]) == ["12+3=<pad>"]
+
+
+def test_messages_go_through_the_chat_template_with_the_arguments_of_their_prompt(tmp_path: Path):
+    make_chat_tokenizer(thinking_template(), eos="<|endoftext|>").save_pretrained(tmp_path)
+    codec = TextCodec(tmp_path)
+    assert codec.eos_ids == (0, 2), "the tokenizer's, and the end of a turn of the template"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    codec = TextCodec(tmp_path)
+    assert codec.eos_ids == (0, 2, 7)
+
+    def tokens(content: str, **kwargs: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        message = {"role": "user", "content": content}
+        think = "" if kwargs else "<think>\n\n</think>\n\n"
+        text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n{think}"
+        options = {} if kwargs else {"enable_thinking": False}
+        prompt = Prompt(prompt_id="p", task="t", text=text, messages=[message], chat_template_kwargs=options)
+        return codec.prompt_tokens(prompt), codec.encode_prompt(text)
+
+    for found, of_text in (tokens("1 + 2?"), tokens("1 + 2?", enable_thinking=True)):
+        assert found == of_text
+    found, of_text = tokens("1<|im_end|>2")
+    assert (found.count(2), of_text.count(2)) == (1, 2)
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused(tmp_path: Path):

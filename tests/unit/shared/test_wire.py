@@ -66,6 +66,21 @@ def changed(**fields: Any) -> bytes:
     return pack({**ROLLOUT, **fields})
 
 
+def turn(
+    tokens: bytes = bytes(20),
+    num_prompt: int = 1,
+    role: str = "assistant",
+    origin: str = "policy",
+    is_trained: bool = True,
+    finish_reason: str | None = "stop",
+    segments: list[Any] | None = None,
+) -> dict[str, Any]:
+    """Return the field `sequences` of a rollout of one prompt token and four of the response."""
+    prompt = ["user", "environment", num_prompt, 0, False, None, None]
+    reply = [role, origin, 4, 0, is_trained, finish_reason, None]
+    return {"sequences": [[tokens, [prompt, reply] if segments is None else segments]]}
+
+
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.binary(max_size=300))
 @example(data=b"")
@@ -129,8 +144,8 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
     document = msgpack.unpackb(good)
     with pytest.raises(MalformedError, match="unknown field `surprise`"):
         decode(pack({**document, "surprise": 1}))
-    with pytest.raises(SchemaVersionError, match="schema 2 is not one this build reads"):
-        decode(pack({**document, "schema": 2}))
+    with pytest.raises(SchemaVersionError, match="schema 9 is not one this build reads"):
+        decode(pack({**document, "schema": 9}))
     with pytest.raises(SchemaVersionError, match="schema 0 is not one this build reads"):
         decode(pack({"schema": 0}))
     with pytest.raises(MalformedError, match="not one valid msgpack document"):
@@ -141,21 +156,26 @@ def test_unknown_fields_and_other_schemas_are_refused(name: str) -> None:
     ("fields", "message"),
     [
         ({"rollout_id": b"short"}, "'rollout_id' must be 16 bytes, got 5"),
-        ({"response_tokens": b"", "sampler_logprobs": b"", "version_spans": [[1, 1, 0, 0]]}, "response_tokens 0"),
-        ({"prompt_tokens": b""}, "prompt_tokens have 0 bytes"),
-        ({"prompt_tokens": b"abc"}, "prompt_tokens have 3 bytes"),
-        ({"response_tokens": b"abc"}, "response_tokens 3;"),
-        ({"sampler_logprobs": b"\0" * 12}, "sampler_logprobs have 12 bytes and response_tokens 16"),
+        (turn(segments=[]), r"array` of length >= 1 - at `\$\.sequences\[0\]\[1\]`"),
+        ({"sequences": []}, r"array` of length >= 1 - at `\$\.sequences`"),
+        (turn(num_prompt=0), r"`int` >= 1 - at `\$\.sequences\[0\]\[1\]\[0\]\[2\]`"),
+        (turn(tokens=b"abc"), "the segments of sequence 0 have 5 tokens, its tokens 3 bytes"),
+        (turn(num_prompt=2), "the segments of sequence 0 have 6 tokens, its tokens 20 bytes"),
+        ({"sampler_logprobs": b"\0" * 12}, "it has 3 sampler_logprobs for 4 trained tokens"),
         ({"sampler_logprobs": b"\0\0\xc0\x7f" * 4}, "'sampler_logprobs' holds nan, not a finite number"),
         ({"sampler_logprobs": b"\0\0\x80\x3f" * 4}, "'sampler_logprobs' holds 1, above 0"),
-        ({"prompt_tokens": b"\xff" * 4}, "'prompt_tokens' holds -1; token ids must not be negative"),
+        (turn(tokens=b"\xff" * 4 + bytes(16)), "'sequences' holds -1; token ids must not be negative"),
         ({"version_spans": []}, r"array` of length >= 1 - at `\$\.version_spans`"),
-        ({"version_spans": [[1, 1, 0, 3]]}, "must cover the 4 response tokens"),
+        ({"version_spans": [[1, 1, 0, 3]]}, "must cover the 4 trained tokens"),
         ({"version_spans": [[1, 1, 0, 2], [1, 2, 3, 4]]}, "without gaps"),
         ({"version_spans": [[1, 1, 0]]}, r"of at least length 4, got 3 - at `\$\.version_spans\[0\]`"),
         ({"version_spans": [[True, 1, 0, 4]]}, r"Expected `int`, got `bool` - at `\$\.version_spans\[0\]\[0\]`"),
         ({"version_spans": [[1, -1, 0, 4]]}, r"Expected `int` >= 0 - at `\$\.version_spans\[0\]\[1\]`"),
-        ({"finish_reason": "bored"}, r"enum value 'bored' - at `\$\.finish_reason`"),
+        (turn(finish_reason="bored"), r"enum value 'bored' - at `\$\.sequences\[0\]\[1\]\[1\]\[5\]`"),
+        (turn(finish_reason=None), "origin 'policy' and finish_reason None"),
+        (turn(role="user"), "a segment of sequence 0 has role 'user', origin 'policy'"),
+        (turn(origin="environment", finish_reason=None), "trains a segment of origin 'environment'"),
+        (turn(is_trained=False), "sequence 0 of 1 trains nothing"),
         ({"reward": None}, "reward is None but reward_status is 'scored'"),
         ({"reward_status": "pending"}, r"reward is 1\.0 but reward_status is 'pending'"),
         ({"reward_status": "failed", "reward": None}, "failed reward needs a reward_reason"),
@@ -184,7 +204,7 @@ def test_a_rollout_whose_fields_disagree_is_refused_by_name(fields: dict[str, An
     [
         ({"response_text": "x" * 1_000_001}, r"length <= 1000000 - at `\$\.response_text`"),
         ({"searcher_id": "x" * 257}, r"length <= 256 - at `\$\.searcher_id`"),
-        ({"prompt_tokens": bytes(4 * 131_073)}, r"length <= 524288 - at `\$\.prompt_tokens`"),
+        (turn(tokens=bytes(4 * 131_073)), r"length <= 524288 - at `\$\.sequences\[0\]\[0\]`"),
     ],
 )
 def test_a_rollout_beyond_a_limit_is_a_limit_error(fields: dict[str, Any], message: str) -> None:
@@ -378,12 +398,12 @@ PLAIN_ROLLOUT = DECODERS["rollout"][1]
 BAD = [
     (b"rubbish", "malformed"),
     (pack({"schema": 0}), "schema-version"),
-    (changed(schema=2), "schema-version"),
+    (changed(schema=9), "schema-version"),
     (changed(surprise=1), "malformed"),
     (changed(sampler_logprobs=ROLLOUT["sampler_logprobs"][:8]), "malformed"),  # mismatched lengths
     (changed(response_tokens=b"\xff\xff\xff\xff" * 4), "malformed"),  # token id -1
     (changed(reward=float("nan")), "malformed"),
-    (changed(prompt_tokens=bytes(4 * 131_073)), "too-large"),
+    (changed(**turn(tokens=bytes(4 * 131_073))), "too-large"),
 ]
 
 

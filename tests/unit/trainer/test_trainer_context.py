@@ -55,7 +55,10 @@ def values_and_gradient(model: Any, context: Context | None, *, temperature: flo
     responses[1] = responses[1][:1]  # with a shared prompt it adds no position
     own = copy.deepcopy(model)
     set_context(own, context)
-    sequences = pack_sequences(prompts, responses, "cpu")
+    # as of a conversation: some tokens of a response are not trained, and the first two sequences are one rollout
+    trained = [np.arange(len(response))[::-1] % 4 != 1 for response in responses]
+    rollouts = [0, *range(len(prompts) - 1)]
+    sequences = pack_sequences(prompts, responses, "cpu", trained=trained, rollouts=rollouts)
     values, _ = LogprobModel(own, temperature=temperature).logprobs_and_entropy(sequences)
     return values.detach(), gradient(own, values)
 

@@ -16,6 +16,7 @@ from tba.versions import START, LineageTree, PolicyVersion
 from tba.wire import Batch, Group, RefLogprob, Refusal, Rollout, VersionSpan
 from tests.support.rollout_values import replace
 from tests.support.trainer_values import VOCAB_SIZE, make_batch, make_recipe, make_rollout
+from tests.support.wire_values import conversation
 
 NEEDS = Requirements(vocab_size=VOCAB_SIZE, max_tokens=64, ref_logprobs=False, min_group=2)
 TREE = LineageTree({1: START, 2: PolicyVersion(1, 40)})
@@ -44,7 +45,7 @@ REFUSALS = [
     ({"prompt_id": "another"}, "prompt", "it names prompt 'another'"),
     ({"response_tokens": np.array([5, VOCAB_SIZE])}, "vocabulary", f"token id {VOCAB_SIZE} is outside"),
     ({"prompt_tokens": np.array([10**6])}, "vocabulary", "token id 1000000 is outside the model's vocabulary of 33"),
-    ({"response_tokens": np.full(64, 5)}, "too-long", "67 tokens, model and recipe allow 64"),
+    ({"response_tokens": np.full(64, 5)}, "too-long", "67 tokens in one sequence, model and recipe allow 64"),
     ({"sampler_logprobs": np.array([-0.5, -1e30])}, "sampler-logprob", "no sampler draws such a token"),
     ({"version_spans": spans((2, 51))}, "future-version", "version 2-51 comes after the trainer's own, 2-50"),
     ({"version_spans": spans((2, 49), (2, 51))}, "future-version", "version 2-51"),
@@ -64,6 +65,20 @@ def test_a_bad_rollout_is_refused_and_costs_only_itself(change: dict[str, object
     assert refused.reason == reason
     assert refused.detail.startswith(f"rollout {bad.rollout_id.hex()} of prompt {batch.groups[0].prompt_id!r}: ")
     assert sentence in refused.detail
+
+
+def test_rollouts_of_another_environment_are_not_compared() -> None:
+    """Nor those of another version of it, nor those of one turn with episodes; the first good one decides."""
+    batch = make_batch(0, num_groups=1)
+    first, *others = batch.groups[0].rollouts
+    kinds = [("game", "1"), ("game", "1"), ("game", "2")]
+    episodes = [replace(conversation().episode, environment=name, environment_version=v) for name, v in kinds]
+    mixed = [replace(each, episode=episode) for each, episode in zip(others, episodes, strict=True)]
+    bad = replace(first, reward=None, reward_status="pending")
+    group = replace(batch.groups[0], rollouts=(bad, *mixed))
+    found = filtered(replace(batch, groups=(group,)))
+    assert [each.rollouts for each in found.groups] == [tuple(mixed[:2])]
+    assert [refused.reason for refused in found.refused] == ["no-reward", "environment"]
 
 
 @pytest.mark.parametrize("version", [(0, 0), (1, 40), (1, 55), (2, 40), (2, 50)])

@@ -43,7 +43,7 @@ def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any)
     response = np.array([7, PAD_ID, EOS_ID, EOS_ID], dtype=np.int32)
     filler = np.array([9] * 8, dtype=np.int32)
     batch = pack_sequences([prompt, filler], [response, filler], "cpu")
-    assert len(batch.response_tokens) == 12
+    assert len(batch.trained_tokens) == 12
     found = LogprobModel(model, temperature=1.0).token_logprobs(batch)
     torch.testing.assert_close(found[:4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
     assert (found[:4] < 0).all()

@@ -242,7 +242,7 @@ def test_a_micro_batch_without_rollouts_adds_nothing_and_has_a_gradient(name: st
     """A rank that has nothing left to do gets such a micro-batch."""
     theta = torch.zeros(3, requires_grad=True)
     nothing, none = torch.zeros(0, dtype=torch.long), torch.zeros(0)
-    of_no_token = {"sampler_logprobs": none, "trainer_logprobs": none, "row": nothing, "num_prompt_tokens": nothing}
+    of_no_token = {"sampler_logprobs": none, "trainer_logprobs": none, "row": nothing, "num_untrained": nothing}
     tokens = Tokens(logprobs=theta[nothing], num_rows=0, **of_no_token)
     totals = Totals(num_rollouts=4, num_tokens=9, num_groups=2)
     loss, metrics, weights = objective_loss(tokens, torch.zeros(0), named(name), totals=totals)

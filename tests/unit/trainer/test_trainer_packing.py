@@ -21,7 +21,7 @@ from tba_trainer.model.packing import (
     PACKED_FAMILIES,
     find_segments,
     pack_sequences,
-    response_sums,
+    rollout_sums,
 )
 from tba_trainer.model.policy import compile_layers, prepare
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -155,9 +155,9 @@ def test_sequences_are_laid_out_one_after_another() -> None:
     packed = pack_sequences(prompts, responses, "cpu")
     assert packed.input_ids.tolist() == [[5, 6, 7, 10, 8, 12, 13]]  # the last response token predicts nothing
     assert (packed.position_ids.tolist(), packed.predictors.tolist()) == ([[0, 1, 2, 3, 0, 1, 2]], [2, 3, 4, 5, 6])
-    assert packed.response_tokens.tolist() == [10, 11, 12, 13, 1]  # the end-of-sequence token stays in
+    assert packed.trained_tokens.tolist() == [10, 11, 12, 13, 1]  # the end-of-sequence token stays in
     assert packed.row.tolist() == [0, 0, 1, 1, 1]
-    assert response_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), packed).tolist() == [3.0, 28.0]
+    assert rollout_sums(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), packed).tolist() == [3.0, 28.0]
 
 
 def test_a_prompt_that_comes_again_is_there_once() -> None:
@@ -178,12 +178,12 @@ def test_a_sum_has_the_same_bits_in_every_company(num_tokens: int) -> None:
     rng = torch.Generator().manual_seed(num_tokens)
     values = -10 * torch.rand(num_tokens, generator=rng)
     prompt, response = np.array([3], dtype=np.int32), np.full(num_tokens, 5, dtype=np.int32)
-    alone = response_sums(values, pack_sequences([prompt], [response], "cpu"))
+    alone = rollout_sums(values, pack_sequences([prompt], [response], "cpu"))
     torch.testing.assert_close(alone, values.double().sum()[None].float())
     for width in (1, 8, 51, 64, 400, 1025):
         other = np.full(width, 5, dtype=np.int32)
         together = pack_sequences([prompt] * 2, [other, response], "cpu")
-        found = response_sums(torch.cat([torch.rand(width, generator=rng), values]), together)
+        found = rollout_sums(torch.cat([torch.rand(width, generator=rng), values]), together)
         assert found[1].item() == alone.item(), width
 
 

@@ -2,7 +2,7 @@
 
 | reason             | drops                                                                                      |
 |--------------------|--------------------------------------------------------------------------------------------|
-| `duplicate_tokens` | all but the newest of the rollouts of one prompt with the same response tokens             |
+| `duplicate_tokens` | all but the newest of the rollouts of one prompt with the same sampled tokens              |
 | `near_duplicate`   | rollouts that are nearly the same as a better one of their prompt (near_duplicates.py)     |
 | `policy_age`       | rollouts older than `max_policy_age_steps` for the active lineage                          |
 | `prompt_cap`       | of a prompt with more than `max_rollouts_per_prompt`: the oldest                           |
@@ -193,7 +193,7 @@ class _PolicyAge:
 
 
 class _DuplicateTokens:
-    """Knows the newest live rollout of every (prompt, response tokens), in about 120 bytes each."""
+    """Knows the newest live rollout of every (prompt, sampled tokens), in about 120 bytes each."""
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}

@@ -44,7 +44,7 @@ RECORD_DTYPE = np.dtype(
         ("status", "u1"),
     ]
 )
-"""57 bytes, little-endian, no padding. `num_tokens` counts response tokens; `token_hash` is 0 when nothing asks for
+"""57 bytes, little-endian, no padding. `num_tokens` counts sampled tokens; `token_hash` is 0 when nothing asks for
 deduplication; an unknown reward is NaN."""
 
 CHECKPOINT_DTYPE = np.dtype([("position", "<u8"), *[(name, RECORD_DTYPE[name]) for name in RECORD_DTYPE.names or ()]])

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.errors import MalformedError, UnavailableError
-from tba.wire import Rollout, Sampling, VersionSpan, decode_rollout
+from tba.wire import Rollout, Sampling, VersionSpan, decode_rollout, single_turn
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
 
@@ -70,10 +70,8 @@ def placeholders(index: Index, rows: Rows, *, run: str, catalog: Catalog) -> lis
                 task="unreadable" if known is None else known[1].task,
                 prompt_id=prompt_id,
                 visit_id="unreadable",
-                prompt_bytes=b"",
-                response_bytes=b"",
+                sequences=single_turn([], [], "abort"),
                 response_text="",
-                finish_reason="abort",
                 version_spans=(VersionSpan(lineage, step, 0, num_tokens),),
                 sampling=Sampling.of(0.0),
                 logprob_bytes=b"",

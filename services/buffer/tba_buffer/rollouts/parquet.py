@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -124,13 +125,14 @@ class RolloutExports:
         import pyarrow as pa
 
         rows: list[Mapping[str, Any]] = []
-        for info in infos:
+        for info, rollout in zip(infos, rollouts, strict=True):
             version, found = PolicyVersion.parse(info.version), self._catalog.find(info.prompt_id)
             rows.append(
                 {
                     **info.model_dump(),
                     "lineage": version.lineage,
                     "step": version.step,
+                    "messages": rollout.episode and [structs.asdict(each) for each in rollout.episode.messages],
                     "prompt_data": None if found is None else json.dumps(found[1].data, ensure_ascii=False),
                 }
             )
@@ -141,6 +143,9 @@ class RolloutExports:
         }
         columns: list[pa.Array[Any]] = []
         for field in layout:
+            if field.name == "sequences":
+                columns.append(_sequence_lists(rollouts, field.type))
+                continue
             if field.name not in arrays:
                 columns.append(pa.array([row[field.name] for row in rows], type=field.type))
                 continue
@@ -149,6 +154,32 @@ class RolloutExports:
             offsets = pa.array(np.cumsum([0, *map(len, parts)], dtype=np.int32))
             columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(parts)), type=field.type))
         return pa.Table.from_arrays(columns, schema=layout)
+
+
+def _sequence_lists(rollouts: Sequence[Rollout], kind: Any) -> pa.Array[Any]:
+    """Return the column of sequences: null for rollouts of one turn. Tokens are never Python numbers."""
+    import pyarrow as pa
+
+    spoken = [rollout.sequences if rollout.episode else () for rollout in rollouts]
+    sequences = [each for part in spoken for each in part]
+    segments = [segment for each in sequences for segment in each.segments]
+    segment_kind = kind.value_type.field("segments").type.value_type
+    fields = [pa.array([getattr(each, one.name) for each in segments], type=one.type) for one in segment_kind]
+
+    def offsets(lengths: Sequence[int]) -> pa.Array[Any]:
+        return pa.array(np.cumsum([0, *lengths], dtype=np.int32))
+
+    tokens = np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in sequences)])
+    parts = [
+        pa.ListArray.from_arrays(offsets([len(each.tokens) for each in sequences]), pa.array(tokens)),
+        pa.ListArray.from_arrays(
+            offsets([len(each.segments) for each in sequences]),
+            pa.StructArray.from_arrays(fields, fields=list(segment_kind)),
+        ),
+    ]
+    is_null = pa.array([rollout.episode is None for rollout in rollouts])
+    whole = pa.StructArray.from_arrays(parts, fields=list(kind.value_type))
+    return pa.ListArray.from_arrays(offsets(list(map(len, spoken))), whole, type=kind, mask=is_null)
 
 
 async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -211,6 +242,21 @@ def schema(*, tokens: bool) -> pa.Schema:
         "reward_reason": text,
         "reward_version": text,
         "reward_parts": pa.list_(pa.struct({"name": text, "score": number, "weight": number})),
+        "episode": pa.struct(
+            {
+                "episode_id": text,
+                "environment": text,
+                "environment_version": text,
+                "seed": whole,
+                "seat": whole,
+                "stop_condition": text,
+                "is_truncated": pa.bool_(),
+                "turn_rewards": pa.list_(number),
+                "num_turns": whole,
+                "num_tool_calls": whole,
+            }
+        ),
+        "messages": pa.list_(pa.struct({"role": text, "content": text, "turn": whole})),
         "num_batches": whole,
         "sampling": pa.struct(
             {"temperature": number, "top_p": number, "top_k": whole, "seed": whole, "stop": pa.list_(text)}
@@ -224,6 +270,26 @@ def schema(*, tokens: bool) -> pa.Schema:
             "prompt_tokens": pa.list_(pa.int32()),
             "response_tokens": pa.list_(pa.int32()),
             "sampler_logprobs": pa.list_(pa.float32()),
+            "sequences": pa.list_(
+                pa.struct(
+                    {
+                        "tokens": pa.list_(pa.int32()),
+                        "segments": pa.list_(
+                            pa.struct(
+                                {
+                                    "role": text,
+                                    "origin": text,
+                                    "num_tokens": whole,
+                                    "turn": whole,
+                                    "is_trained": pa.bool_(),
+                                    "finish_reason": text,
+                                    "parse_status": text,
+                                }
+                            )
+                        ),
+                    }
+                )
+            ),
         }
     return pa.schema(columns)
 

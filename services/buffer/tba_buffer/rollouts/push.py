@@ -12,9 +12,10 @@ from typing import NamedTuple
 import msgspec
 from starlette.requests import Request
 
+from tba.api import Prompt
 from tba.config import Recipe
 from tba.errors import BusyError, LimitError, SchemaVersionError, UnavailableError, WireError
-from tba.wire import Rollout, decode_rollouts
+from tba.wire import Episode, Rollout, decode_rollouts, int32_bytes
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import pack_record
 from tba_buffer.prompts.catalog import Catalog
@@ -144,20 +145,55 @@ class RolloutWriter:
         if found[1].split != "train":
             detail = f"prompt {item.prompt_id!r} is held out and never trained on"
             return RefusedItem("heldout-prompt", detail, item)
-        searcher = self._context.recipe.searcher
-        for what, raw, limit in (
-            ("prompt", item.prompt_bytes, searcher.max_prompt_tokens),
-            ("response", item.response_bytes, searcher.max_response_tokens),
-        ):
-            # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
-            if len(raw) > 4 * limit:
-                detail = f"its {what} has {len(raw) // 4} tokens, the recipe allows {limit}"
-                return RefusedItem("too-long", f"{detail} (searcher.max_{what}_tokens)", item)
+        # one that no searcher of this recipe makes would hold up the trainer for as long as it is stored
+        if problem := too_long(item, self._context.recipe):
+            return RefusedItem("too-long", problem, item)
+        if item.episode is not None and (problem := other_group(item.episode, found[1])):
+            return RefusedItem("other-group", problem, item)
         for span in item.version_spans:
             # version 0-0 is the starting model, which no trainer made
             if (span.lineage or span.step) and not self._lineages.knows(span.lineage):
                 return RefusedItem("unknown-lineage", f"no trainer ever made version {span.version}", item)
         return item, found[0]
+
+
+def too_long(rollout: Rollout, recipe: Recipe) -> str | None:
+    """Return a sentence about a part of a rollout that is longer than the recipe allows; None if none is."""
+    most_prompt, most_response = recipe.searcher.max_prompt_tokens, recipe.searcher.max_response_tokens
+    most, most_in_pass = most_prompt + most_response, recipe.trainer.micro_batch_tokens
+    # the sequences of an episode may begin with more than the prompt, and end with more than one reply
+    first = len(rollout.prompt_tokens) if rollout.episode is None else 0
+    replies = [end - start for each in rollout.sequences for start, end in each.trained_spans]
+    for what, num_tokens, limit, keys in (
+        ("prompt", first, most_prompt, "searcher.max_prompt_tokens"),
+        ("response", max(replies), most_response, "searcher.max_response_tokens"),
+        (
+            "longest sequence",
+            max(len(each.token_bytes) // 4 for each in rollout.sequences),
+            most,
+            "searcher.max_prompt_tokens + searcher.max_response_tokens",
+        ),
+        # a pass of the trainer holds whole rollouts
+        ("conversation", rollout.num_tokens, max(most, most_in_pass), "trainer.micro_batch_tokens"),
+    ):
+        if num_tokens > limit:
+            return f"its {what} has {num_tokens} tokens, the recipe allows {limit} ({keys})"
+    return None
+
+
+def other_group(episode: Episode, prompt: Prompt) -> str | None:
+    """Return a sentence about an episode that its prompt's group cannot hold; None: it can.
+
+    A group compares episodes that differ in nothing but the replies: of one prompt, environment seed and seat.
+    """
+    if episode.seed != prompt.environment_seed:
+        return (
+            f"its episode has seed {episode.seed}, and prompt {prompt.prompt_id!r} has seed {prompt.environment_seed}; "
+            "only episodes of one seed can be compared"
+        )
+    if episode.seat:
+        return f"it is of seat {episode.seat}; the rollouts of a prompt are all of seat 0"
+    return None
 
 
 def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_tokens: bool) -> bytes:
@@ -166,11 +202,13 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
     Args:
         prompt: the number of its prompt.
         num_bytes: the size of its payload.
-        hashes_tokens: whether to hash the response tokens, as `buffer.deduplicate` needs.
+        hashes_tokens: whether to hash the sampled tokens, as `buffer.deduplicate` needs.
     """
     token_hash = 0  # not hashed
     if hashes_tokens:
-        raw = rollout.response_bytes
+        # of a conversation also where each reply begins: the same tokens may be other replies
+        starts = [span[0] for each in rollout.sequences for span in each.trained_spans] if rollout.episode else []
+        raw = rollout.response_tokens.tobytes() + int32_bytes(starts)
         token_hash = int.from_bytes(blake2b(raw, digest_size=8).digest(), "little") or 1
     return pack_record(
         rollout.rollout_id,
@@ -178,7 +216,7 @@ def rollout_record(rollout: Rollout, prompt: int, num_bytes: int, *, hashes_toke
         version=rollout.version,
         prompt=prompt,
         num_bytes=num_bytes,
-        num_tokens=len(rollout.response_bytes) // 4,
+        num_tokens=rollout.num_sampled,
         token_hash=token_hash,
         status=rollout.reward_status,
     )

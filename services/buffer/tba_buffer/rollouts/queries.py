@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from pydantic import Field
 
 from tba.api import (
+    EpisodeInfo,
+    MessageInfo,
     RefLogprobInfo,
     RewardPart,
     RolloutDetail,
@@ -24,12 +27,14 @@ from tba.api import (
     RolloutOrder,
     RolloutPage,
     SamplingInfo,
+    SegmentInfo,
+    SequenceInfo,
     SpanInfo,
 )
 from tba.concurrency import in_thread
 from tba.errors import NotFoundError, WireError
 from tba.versions import PolicyVersion
-from tba.wire import Rollout
+from tba.wire import Episode, Rollout, TokenSequence
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog, bounded_data
 from tba_buffer.rollouts.lost_payloads import decode_stored, placeholders
@@ -286,6 +291,14 @@ class RolloutReader:
             response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
             ref_logprob=None if ref is None else RefLogprobInfo(value=ref.value, version=str(ref.version)),
+            sequences=await in_thread(lambda: [_sequence_info(each) for each in rollout.sequences])
+            if rollout.episode
+            else None,
+            messages=[
+                MessageInfo(role=each.role, content=each.content, turn=each.turn) for each in rollout.episode.messages
+            ]
+            if rollout.episode
+            else None,
             token_texts=await self._token_texts.of(tokens),
             trained=trained,
             trained_since=trained_since,
@@ -320,12 +333,24 @@ class RolloutReader:
                 RewardPart(name=name, score=score, weight=self._weights.get((rollout.task, name)))
                 for name, score in parts.items()
             ],
+            "episode": rollout.episode and _episode_info(rollout.episode, rollout.num_replies),
             "num_batches": num_batches,
             "sampling": SamplingInfo.model_validate(rollout.sampling, from_attributes=True),
             "searcher_id": rollout.searcher_id,
             "started_at_s": rollout.started_at_s,
             "finished_at_s": rollout.finished_at_s,
         }
+
+
+def _episode_info(episode: Episode, num_turns: int) -> EpisodeInfo:
+    known = {name: getattr(episode, name) for name in EpisodeInfo.model_fields if name != "num_turns"}
+    return EpisodeInfo(**{**known, "turn_rewards": list(episode.turn_rewards)}, num_turns=num_turns)
+
+
+def _sequence_info(sequence: TokenSequence) -> SequenceInfo:
+    # checked when it was pushed; there may be thousands
+    segments = [SegmentInfo.model_construct(**structs.asdict(each)) for each in sequence.segments]
+    return SequenceInfo(tokens=sequence.tokens.tolist(), segments=segments)
 
 
 def _decode(payload: bytes, rollout_id: bytes) -> Rollout | None:

@@ -23,7 +23,7 @@ from tba.api.rollouts import RewardStatus
 from tba.errors import BadRequestError, NotFoundError
 from tba.fields import MAX_NUMBER, VersionText
 from tba.versions import PolicyVersion
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason, Message, TokenSequence, last_finish_reason
 from tba_buffer.index.log import SCORED, STATUS_CODES
 from tba_buffer.index.rollout_index import Index, Rows
 from tba_buffer.prompts.catalog import Catalog
@@ -190,11 +190,17 @@ class _Glance(msgspec.Struct, gc=False):
 
     prompt_id: str
     response_text: str
-    finish_reason: str
+    sequences: msgspec.Raw
     searcher_id: str
+    episode: _EpisodeGlance | None = None
+
+
+class _EpisodeGlance(msgspec.Struct, gc=False):
+    messages: tuple[Message, ...] = ()
 
 
 _GLANCES = msgspec.msgpack.Decoder(_Glance)
+_SEQUENCES = msgspec.msgpack.Decoder(tuple[TokenSequence, ...])
 
 
 class PayloadFilter:
@@ -221,11 +227,13 @@ class PayloadFilter:
         """Return whether a stored rollout passes the filters; a damaged one never does."""
         try:
             seen = _GLANCES.decode(payload)
+            if self._searcher_id is not None and seen.searcher_id != self._searcher_id:
+                return False
+            # tokens are most of a payload: they are read for this filter alone
+            wanted = self._finish_reason
+            if wanted is not None and last_finish_reason(_SEQUENCES.decode(seen.sequences)) != wanted:
+                return False
         except DAMAGE_ERRORS:
-            return False
-        if self._searcher_id is not None and seen.searcher_id != self._searcher_id:
-            return False
-        if self._finish_reason is not None and seen.finish_reason != self._finish_reason:
             return False
         if (text := self._text) is None:
             return True
@@ -233,7 +241,9 @@ class PayloadFilter:
         if prompt_has is None:
             found = self._catalog.find(seen.prompt_id)
             prompt_has = self._prompts[seen.prompt_id] = found is not None and text in found[1].text.casefold()
-        return prompt_has or text in seen.response_text.casefold()
+        messages = () if seen.episode is None else seen.episode.messages
+        texts = [seen.response_text, *(each.content for each in messages)]
+        return prompt_has or any(text in each.casefold() for each in texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ def _check_counts(record: BatchRecord, request: AckRequest) -> None:
     if request.num_tokens > record.num_tokens:
         raise BadRequestError(
             f"the ack of batch {record.batch_id} says {request.num_tokens} trained tokens, and the batch has "
-            f"{record.num_tokens} response tokens"
+            f"{record.num_tokens} sampled tokens"
         )
     num_rollouts, num_refused, num_ages = record.num_rollouts, sum(request.refused.values()), len(request.policy_ages)
     # policy ages are reported of the trained rollouts only

@@ -103,8 +103,8 @@ class RolloutScorer:
     async def score(self, positions: Positions) -> list[ScoredRollout]:
         """Request the scores of the rollouts at these log positions, and return them; nothing is stored.
 
-        Rollouts that are gone, or have to wait for their scorer, are left out. Damaged ones are returned as failed. The
-        caller removes from `retry_queue` the rollouts that it has stored as given up.
+        Rollouts that are gone, or have to wait for their scorer, are left out. Damaged ones are returned as failed, and
+        episodes with a reward as they are. The caller removes from `retry_queue` those that it has stored as given up.
 
         Raises:
             RewardUnavailableError: the reward service could not be asked.
@@ -192,8 +192,13 @@ class RolloutScorer:
             except WireError as error:
                 log.warning("damaged_rollout", rollout_id=fallback.rollout_id.hex(), reason=str(error))
                 failed.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))
-            else:
-                found.append((position, payload))
+                continue
+            # the reward of an episode is what its environment paid; no scorer can say that again
+            if rollouts[-1].episode is not None and rollouts[-1].reward is not None:
+                known = rollouts.pop()
+                failed.append(ScoredRollout(position, known, len(payload), known, payload))
+                continue
+            found.append((position, payload))
         return found, rollouts, failed
 
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:

@@ -34,6 +34,7 @@ from tba_buffer.rollouts.push import rollout_record
 from tba_buffer.run.lineage import Lineages
 from tba_buffer.snapshots.snapshot_format import SnapshotReader, read_manifest
 from tba_buffer.storage.context import Context, RunHash, parse_cursor
+from tba_buffer.storage.keys import FORMAT
 from tba_buffer.storage.redis_client import redis_errors
 
 PART_ROLLOUTS, PART_BYTES = 256, 4 << 20
@@ -105,6 +106,11 @@ class SnapshotLoad:
         """
         self.num_rollouts, self.num_checked, self.num_loaded = None, 0, 0
         manifest, digest = await read_manifest(self._store, self._source)
+        if manifest.storage_format != FORMAT:
+            raise ConflictError(
+                f"snapshot {self._source} was saved by tba {manifest.tba_version} in storage format "
+                f"{manifest.storage_format}, and this release reads format {FORMAT}: load it with that release"
+            )
         wanted = self._context.recipe.model.policy_temperature
         if manifest.policy_temperature != wanted:
             raise ConflictError(

@@ -94,6 +94,5 @@ async def check_format(redis: BytesRedis, keys: Keys) -> None:
         raise ConfigError(
             f"what Redis has of this run ({keys.format.removesuffix(':format')}) was written by another release (tba "
             f"{written_by}) in storage format {number}; this one ({__version__}) reads format {FORMAT} and cannot "
-            "resume it: save it with the release that wrote it (`tba buffer save NAME`) and begin a run of another "
-            "name with that snapshot (run.snapshot), or resume it with that release; nothing was changed"
+            "resume it: resume it with that release, or begin a run of another name; nothing was changed"
         )

@@ -105,7 +105,7 @@ from __future__ import annotations
 
 from tba import __version__
 
-FORMAT = 4
+FORMAT = 5
 """The number of the storage format described here; every change of content or meaning increases it. tba 0.1 had none,
 0.2 had 2."""
 FORMAT_TEXT = f"{FORMAT} {__version__}"

@@ -20,7 +20,7 @@ from tba.config.searcher import VLLM_MAX_TEMPERATURE, VLLM_MIN_TEMPERATURE
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling, VersionSpan
-from tba.wire.rollout import FinishReason
+from tba.wire.sequences import FinishReason
 
 ENGINE_TIMEOUT_S = 600.0
 """An engine counts as dead when a weight load or a few decode steps take longer. The searcher then delivers finished

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.api import Prompt
 from tba.errors import DigestError, ModelError
 from tba.versions import PolicyVersion
 from tba.weights import params_sha256_of_files
@@ -193,6 +194,10 @@ class SimulatedCodec:
         raw = text.encode(errors="replace")
         parts = (raw[at : at + CHARS_PER_TOKEN] for at in range(0, len(raw), CHARS_PER_TOKEN))
         return tuple(zlib.crc32(part) % self._num_ids for part in parts)
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the ids of a prompt's text; there is no chat template."""
+        return self.encode_prompt(prompt.text)
 
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
         """Return one text per completion: its token ids modulo 1000 in three digits, without end of sequence."""

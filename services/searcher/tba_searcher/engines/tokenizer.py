@@ -1,7 +1,8 @@
 """Text to tokens and back, and stop strings.
 
-Prompt: exactly the tokens that the policy version's tokenizer makes of `prompt.text`. Special tokens come only from the
-tokenizer's own template (Llama's leading BOS, for example); there is no chat template.
+Prompt of text: exactly the tokens that the policy version's tokenizer makes of it, with what it puts before each text
+(Llama's BOS, for example). Prompt of messages: those of the chat template, where special tokens in contents stay text
+(`tba_searcher.conversations`).
 
 Response: all sampled tokens except the final end of sequence, decoded without the prompt and without cleaning up
 spaces. The text is cut before the stop string that ended it. Other special tokens stay in the text: a reward must see
@@ -10,17 +11,22 @@ them, or a policy learns to hide them in right answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tba.api import Prompt
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.model_folders import trust_hint
-from tba_searcher.engines.engine import Completion
+from tba_searcher.conversations.chat import ChatRenderer
+from tba_searcher.conversations.factory import open_renderer
+from tba_searcher.conversations.template import TemplateRenderer
+from tba_searcher.engines.engine import Completion, as_ids
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Maps the token ids of several responses to their texts."""
@@ -32,10 +38,14 @@ class Codec(Protocol):
     """The tokenizer interface that the searcher's loop uses."""
 
     eos_ids: tuple[int, ...]
-    """The end-of-sequence ids of the tokenizer; may be empty."""
+    """The ids that end a response, of the tokenizer, its chat template and generation_config.json; may be empty."""
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt of text."""
+        ...
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt; raise RenderError if its messages cannot be rendered."""
         ...
 
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
@@ -62,6 +72,15 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         raise ConfigError(f"model folder {folder} holds no usable tokenizer: {error}{trust_hint(error)}") from None
 
 
+def _generation_ends(folder: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of a folder's generation_config.json."""
+    file = folder / "generation_config.json"
+    try:
+        return as_ids(json.loads(file.read_bytes()).get("eos_token_id")) if file.is_file() else ()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} has no usable eos_token_id: {error}") from None
+
+
 def response_decoder(tokenizer: Any) -> Decode:
     """Return a decoder that keeps special tokens and does not clean up spaces."""
 
@@ -78,17 +97,34 @@ class TextCodec:
         self._tokenizer: Any = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         self._decode = response_decoder(self._tokenizer)
         eos = self._tokenizer.eos_token_id
-        self.eos_ids: tuple[int, ...] = () if eos is None else (int(eos),)
+        ends = {*_generation_ends(folder), *([] if eos is None else [int(eos)])}
+        if self._tokenizer.chat_template is not None:
+            ends |= TemplateRenderer(self._tokenizer, {}).stop_ids
+        self.eos_ids: tuple[int, ...] = tuple(sorted(ends))
+        self._renderers: dict[str, ChatRenderer] = {}
         probe, bare = self._tokenizer("1"), self._tokenizer("1", add_special_tokens=False)
-        if self.eos_ids and probe["input_ids"][-1:] == [eos] and bare["input_ids"][-1:] != [eos]:
+        if eos is not None and probe["input_ids"][-1:] == [eos] and bare["input_ids"][-1:] != [eos]:
             raise ConfigError(
                 "the tokenizer ends every prompt with end-of-sequence; "
                 "set add_eos_token to false in tokenizer_config.json"
             )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a prompt."""
+        """Return the token ids of a prompt of text."""
         return tuple(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the token ids of a prompt; raise RenderError if its messages cannot be rendered."""
+        if prompt.messages is None:
+            return self.encode_prompt(prompt.text)
+        return self.renderer(prompt.chat_template_kwargs).render(prompt.messages, tools=prompt.tools).tokens
+
+    def renderer(self, template_kwargs: Mapping[str, Any]) -> ChatRenderer:
+        """Return the chat renderer for these arguments of the chat template."""
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._renderers:
+            self._renderers[key] = open_renderer(self._tokenizer, template_kwargs, self.eos_ids)
+        return self._renderers[key]
 
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
         """Return the text of each response."""

@@ -83,9 +83,9 @@ def answer_all(
 
     Raises:
         EngineDiedError: the engine cannot continue.
-        ConfigError: the engine refused every prompt.
+        ConfigError: the engine refused every prompt, or the messages of one cannot be rendered.
     """
-    found = Answers(prompts=prompts, prompt_tokens=[codec.encode_prompt(prompt.text) for prompt in prompts])
+    found = Answers(prompts=prompts, prompt_tokens=[codec.prompt_tokens(prompt) for prompt in prompts])
     eos_ids = tuple(sorted({*engine.default_eos_ids, *codec.eos_ids}))
     queue = WorkQueue(recipe.searcher, run_seed=recipe.run.seed, eos_ids=eos_ids)
     pinned = None if prompts[0].split == "train" else engine.version

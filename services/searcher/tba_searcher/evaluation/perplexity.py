@@ -28,7 +28,7 @@ def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_pr
     codec = TextCodec(folder, trust_remote_code=recipe.model.trust_remote_code)
     # with another tokenizer the token ids mean something else; a few prompts show it, as nearly every text differs
     for prompt, tokens in zip(answers.prompts[:8], answers.prompt_tokens, strict=False):
-        if codec.encode_prompt(prompt.text) != tokens:
+        if codec.prompt_tokens(prompt) != tokens:
             raise ConfigError(
                 f"eval.published.perplexity: the starting model in {folder} has another tokenizer than the evaluated "
                 f"model (prompt {prompt.prompt_id!r}); evaluate a model that was trained from it, or set it to false"

@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
 from tba.api.scores import ANSWER_REASONS, AWAY_REASONS, HANG_REASONS, MAX_SCORE_ITEMS
 from tba.clients import BufferClient, RewardClient
@@ -32,7 +30,7 @@ from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundEr
 from tba.fields import is_bounded
 from tba.logs import get_logger
 from tba.versions import START
-from tba.wire import RefLogprob, Rollout, encode_rollout, float32_bytes, int32_bytes, new_rollout_id, storable_parts
+from tba.wire import RefLogprob, Rollout, encode_rollout, float32_bytes, new_rollout_id, single_turn, storable_parts
 from tba_searcher.engines.tokenizer import Codec
 from tba_searcher.generation.evaluation_results import Embedder, failed_result, result_of
 from tba_searcher.generation.status import SearcherStatus
@@ -353,10 +351,8 @@ class Delivery:
             task=lease.prompt.task,
             prompt_id=lease.prompt.prompt_id,
             visit_id=lease.visit_id,
-            prompt_bytes=int32_bytes(np.array(visit.prompt_tokens)),
-            response_bytes=int32_bytes(completion.response_tokens),
+            sequences=single_turn(visit.prompt_tokens, completion.response_tokens, completion.finish_reason),
             response_text=text,
-            finish_reason=completion.finish_reason,
             version_spans=completion.version_spans,
             sampling=completion.sampling,
             logprob_bytes=float32_bytes(completion.sampler_logprobs),

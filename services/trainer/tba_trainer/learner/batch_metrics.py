@@ -160,7 +160,7 @@ def batch_metrics(
         "num_rollouts": float(len(scored)),
         "num_tokens": float(_num_tokens(scored)),
         "completions/mean_length": _num_tokens(scored) / len(scored),
-        "completions/clipped_ratio": float(np.mean([s.rollout.finish_reason == "length" for s in scored])),
+        "completions/clipped_ratio": float(np.mean([s.rollout.is_truncated for s in scored])),
         "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
         **task_rewards([s.rollout for s in scored]),
         **age_metrics(scored),
@@ -185,4 +185,4 @@ def _ratio(total: float, num: int) -> float | None:
 
 
 def _num_tokens(scored: Sequence[ForwardResult]) -> int:
-    return sum(len(s.rollout.response_tokens) for s in scored)
+    return sum(s.rollout.num_sampled for s in scored)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tba.wire import Rollout
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import PackedSequences, pack_sequences, response_sums, upload
+from tba_trainer.model.packing import PackedSequences, pack_sequences, rollout_sums, upload
 from tba_trainer.objectives import (
     Objective,
     Sequences,
@@ -46,7 +46,7 @@ from tba_trainer.objectives import (
 )
 
 Values = NDArray[np.float64]
-"""Log-probs of one rollout: one number per response token [T], or only their sum [1]."""
+"""Log-probs of one rollout: one number per trained token [T], or only their sum [1]."""
 Logprobs = Callable[[Sequence[Rollout]], Sequence[Values] | None]
 """Returns the log-probs of rollouts under another policy than theta, or None if the objective needs none."""
 Plan = list[list[list[int]]]
@@ -72,7 +72,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """Log-probs of one rollout from the forward pass: sums over the response, in nats."""
+    """Log-probs of one rollout from the forward pass: sums over the trained tokens, in nats."""
 
     rollout: Rollout
     policy_age: int
@@ -123,9 +123,9 @@ class ForwardBackward:
     ) -> None:
         self._policy, self._objective, self._rollouts, self._beta = policy, objective, rollouts, beta
         self._ages, self._groups, self._ranks = list(policy_ages), groups, ranks
-        num_tokens = torch.tensor([len(r.response_tokens) for r in rollouts])
+        num_tokens = torch.tensor([r.num_sampled for r in rollouts])
         # Rollouts that were cut off count in the baseline of their group, and nowhere else.
-        truncated = [objective.mask_truncated and r.finish_reason == "length" for r in rollouts]
+        truncated = [objective.mask_truncated and r.is_truncated for r in rollouts]
         self._kept = ~torch.tensor(truncated, dtype=torch.bool)  # [N]
         # the divisors of the loss are those of the whole batch: so the losses of micro-batches and ranks add up
         self._totals = Totals(
@@ -157,7 +157,7 @@ class ForwardBackward:
         self._passed = passed.nonzero()[:, 0].tolist()
         """Indices of the rollouts that get a pass."""
         self._plan = plan_micro_batches(
-            [len(rollout.prompt_tokens) + len(rollout.response_tokens) for rollout in rollouts],
+            [rollout.num_tokens for rollout in rollouts],
             groups,
             micro_batch_tokens,
             rows=self._passed,
@@ -176,7 +176,7 @@ class ForwardBackward:
         values = None if logprobs is None else logprobs([self._rollouts[row] for row in rows])
         if values is None:
             return None
-        everything = [np.zeros(len(rollout.response_tokens)) for rollout in self._rollouts]
+        everything = [np.zeros(rollout.num_sampled) for rollout in self._rollouts]
         for row, found in zip(rows, values, strict=True):
             everything[row] = found
         return everything
@@ -317,7 +317,7 @@ class ForwardBackward:
     def _put_sums(self, rows: list[int], logprobs: Float[Tensor, " T"], sequences: PackedSequences) -> Tokens:
         """Store theta's log-prob sums of the rollouts `rows`, and return the tokens of the micro-batch."""
         found = logprobs.detach()
-        prompts = [len(self._rollouts[i].prompt_tokens) for i in rows] or [len(_FILLER)]
+        untrained = [self._rollouts[i].num_tokens - self._rollouts[i].num_sampled for i in rows] or [len(_FILLER)]
         kept = self._kept[rows] if rows else torch.zeros(1, dtype=torch.bool)  # a filler teaches nothing
         recomputed = self._recomputed
         tokens = Tokens(
@@ -326,14 +326,14 @@ class ForwardBackward:
             row=sequences.row,
             num_rows=sequences.num_rows,
             trainer_logprobs=None if recomputed is None else self._on_device(recomputed, rows, logprobs),
-            num_prompt_tokens=upload(torch.tensor(prompts), logprobs.device),
+            num_untrained=upload(torch.tensor(untrained), logprobs.device),
             kept=None if bool(kept.all()) else upload(kept, logprobs.device),
         )
         summed = [found, (found - tokens.sampler_logprobs).abs()]
         if self._ref_tokens is not None:
             ref = self._on_device(self._ref_tokens, rows, logprobs)
             summed.append((found - ref).clamp(-self._token_clamp, self._token_clamp))
-        columns = [response_sums(values, sequences)[: len(rows)] for values in summed]
+        columns = [rollout_sums(values, sequences)[: len(rows)] for values in summed]
         if self._objective.needs_all_tokens and rows:
             columns.append(log_ratios(tokens, self._objective).square())
         # one wait for the device
@@ -359,8 +359,22 @@ class ForwardBackward:
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> PackedSequences:
     """Pack rollouts for one pass; an empty list gives a filler of one token, so that this rank makes a pass too."""
     # an empty micro-batch is passed through the model all the same: the other ranks wait in the same collectives
-    prompts, responses = [r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts]
-    return pack_sequences(prompts or [_FILLER], responses or [_FILLER], device)
+    prompts, responses, trained, owners = [], [], [], []
+    for number, rollout in enumerate(rollouts):
+        for sequence in rollout.sequences:
+            spans = sequence.trained_spans
+            first, end = spans[0][0], spans[-1][1]
+            mask = np.zeros(end - first, dtype=np.bool_)
+            for start, stop in spans:
+                mask[start - first : stop - first] = True
+            prompts.append(sequence.tokens[:first])
+            # what follows the last trained token predicts nothing
+            responses.append(sequence.tokens[first:end])
+            trained.append(mask)
+            owners.append(number)
+    if not rollouts:
+        return pack_sequences([_FILLER], [_FILLER], device)
+    return pack_sequences(prompts, responses, device, trained=trained, rollouts=owners)
 
 
 def plan_micro_batches(
@@ -379,7 +393,7 @@ def plan_micro_batches(
     a collective; some are empty if there are few rollouts.
 
     Args:
-        lengths: [N] prompt plus response tokens.
+        lengths: [N] tokens of all sequences of each rollout.
         groups: [N] group number of each rollout.
         max_tokens: largest number of tokens of one micro-batch.
         rows: indices of the rollouts to distribute, ascending.

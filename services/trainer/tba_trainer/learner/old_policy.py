@@ -76,12 +76,12 @@ class OldPolicy:
         del self._copies[: -self._max_versions]
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Values]:
-        """Return the log-prob of every response token under the policy that sampled it."""
-        missing = {r.rollout_id: r for r in rollouts if self.cache.get(r, len(r.response_tokens)) is None}
+        """Return the log-prob of every trained token under the policy that sampled it."""
+        missing = {r.rollout_id: r for r in rollouts if self.cache.get(r, r.num_sampled) is None}
         found = {key: rollout.sampler_logprobs.astype(np.float64) for key, rollout in missing.items()}
         self.num_missing_tokens = 0
         for version in sorted({span.version for rollout in missing.values() for span in rollout.version_spans}):
-            masks = {key: np.zeros(len(r.response_tokens), dtype=np.bool_) for key, r in missing.items()}
+            masks = {key: np.zeros(r.num_sampled, dtype=np.bool_) for key, r in missing.items()}
             spans = [(key, s) for key, rollout in missing.items() for s in rollout.version_spans]
             for key, span in spans:
                 masks[key][span.start : span.end] |= span.version == version
@@ -103,7 +103,7 @@ class OldPolicy:
                 found[rollout.rollout_id][mask] = values[mask]
         for key, rollout in missing.items():
             self.cache.put(rollout, found[key])
-        known = [self.cache.get(rollout, len(rollout.response_tokens)) for rollout in rollouts]
+        known = [self.cache.get(rollout, rollout.num_sampled) for rollout in rollouts]
         self.cache.evict()
         return [values for values in known if values is not None]
 

@@ -28,7 +28,7 @@ from tba.versions import START, PolicyVersion
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import Ranks, Values, pack_rollouts, plan_micro_batches
 from tba_trainer.model.logprobs import LogprobModel
-from tba_trainer.model.packing import response_sums
+from tba_trainer.model.packing import rollout_sums
 from tba_trainer.model.parameters import copied, exchanged, has_adapter, is_adapted, trainable
 from tba_trainer.model.policy import frozen_copy, load_tensors
 from tba_trainer.model.slices import TensorSlice
@@ -36,7 +36,7 @@ from tba_trainer.objectives import Objective
 
 
 class LogprobCache:
-    """Log-probs by rollout id: the sum over the response [1], or one number per response token [T].
+    """Log-probs by rollout id: the sum over the trained tokens [1], or one number per trained token [T].
 
     Args:
         max_rollouts: `evict` drops the least recently used rollouts above this number.
@@ -105,14 +105,14 @@ def compute_logprobs(
     """
     plan = plan_micro_batches(
         # each rollout is a group of its own: its log-prob depends on no other rollout
-        [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts],
+        [r.num_tokens for r in rollouts],
         range(len(rollouts)),
         micro_batch_tokens,
         rows=range(len(rollouts)),
         num_ranks=ranks.num_ranks,
         keep_groups=False,
     )
-    lengths = [len(r.response_tokens) if per_token else 1 for r in rollouts]
+    lengths = [r.num_sampled if per_token else 1 for r in rollouts]
     ends = np.cumsum(lengths).tolist()
     # each rank fills in its own rollouts; the sum over the ranks completes them
     values = torch.zeros(ends[-1], dtype=torch.float64)
@@ -120,7 +120,7 @@ def compute_logprobs(
         rows = micro_batches[ranks.rank]
         sequences = pack_rollouts([rollouts[i] for i in rows], policy.device)
         logprobs = policy.token_logprobs(sequences)  # [T]
-        found = logprobs if per_token else response_sums(logprobs, sequences)
+        found = logprobs if per_token else rollout_sums(logprobs, sequences)
         at = [j for i in rows for j in range(ends[i] - lengths[i], ends[i])]
         # an empty micro-batch ran with a filler, which has a value too: the slice drops it
         values[at] = found[: len(at)].double().cpu()
@@ -252,7 +252,7 @@ class ModelReference(Reference):
         carried = rollout.ref_logprob
         if carried is not None and carried.version == self.version and not per_token:
             return np.array([carried.value])
-        return self.cache.get(rollout, len(rollout.response_tokens) if per_token else 1)
+        return self.cache.get(rollout, rollout.num_sampled if per_token else 1)
 
 
 def make_reference(

@@ -222,7 +222,7 @@ class Requirements:
 
     vocab_size: int
     max_tokens: int | None
-    """Largest number of prompt and response tokens together, of model and recipe; None: neither has a limit."""
+    """Most tokens of one sequence, prompt included, of model and recipe; None: neither has a limit."""
     ref_logprobs: bool
     """Rollouts must carry the starting model's log-prob, because the trainer computes none."""
     min_group: int
@@ -256,6 +256,11 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
     parents, groups, refused = lineages.parents, [], list(batch.refused)
     for group in batch.groups:
         found = [_check(rollout, group.prompt_id, required, parents, trainer) for rollout in group.rollouts]
+        kinds = [_environment(rollout) for rollout in group.rollouts]
+        wanted = next((kind for kind, refusal in zip(kinds, found, strict=True) if refusal is None), "")
+        for at, kind in enumerate(kinds):
+            if kind != wanted and found[at] is None:
+                found[at] = Refusal("environment", f"it is of {kind}, and its group of {wanted}; they are not compared")
         if found.count(None) < required.min_group:
             found = [refusal or GROUP_OF_ONE for refusal in found]
         good = []
@@ -268,6 +273,11 @@ def filter_batch(batch: Batch, required: Requirements, *, lineages: LineageTree,
         if good:
             groups.append(replace(group, rollouts=tuple(good)))
     return replace(batch, groups=tuple(groups), refused=tuple(refused))
+
+
+def _environment(rollout: Rollout) -> str:
+    episode = rollout.episode
+    return "no environment" if episode is None else f"environment {episode.environment!r} {episode.environment_version}"
 
 
 def batch_counts(batch: Batch) -> dict[str, float]:
@@ -304,13 +314,13 @@ def _check(
             "reward-size", f"its reward is {rollout.reward:g}, beyond +-{MAX_ABS_REWARD:g}: scale the reward"
         )
     # an embedding that is asked for such an id would raise, or on a GPU end the process with a device assertion
-    highest = int(max(rollout.prompt_tokens.max(), rollout.response_tokens.max()))
+    highest = int(max(sequence.tokens.max() for sequence in rollout.sequences))
     if highest >= required.vocab_size:
         text = f"token id {highest} is outside the model's vocabulary of {required.vocab_size}"
         return Refusal("vocabulary", f"{text}; searchers and trainer must use the same model")
-    num_tokens = len(rollout.prompt_tokens) + len(rollout.response_tokens)
+    num_tokens = max(len(sequence.tokens) for sequence in rollout.sequences)
     if required.max_tokens is not None and num_tokens > required.max_tokens:
-        return Refusal("too-long", f"{num_tokens} tokens, model and recipe allow {required.max_tokens}")
+        return Refusal("too-long", f"{num_tokens} tokens in one sequence, model and recipe allow {required.max_tokens}")
     lowest = float(rollout.sampler_logprobs.min())
     if lowest < MIN_SAMPLER_LOGPROB:
         return Refusal("sampler-logprob", f"a sampler log-prob is {lowest:g}: no sampler draws such a token")

@@ -66,7 +66,7 @@ class StepRecord:
             skipped=self.action.skip,
             refused=count_reasons(self.batch.refused),
             unreadable=list(self.batch.unreadable),
-            num_tokens=0 if self.action.skip else sum(len(r.response_tokens) for r in self.batch.rollouts),
+            num_tokens=0 if self.action.skip else sum(r.num_sampled for r in self.batch.rollouts),
             trained=trained_rollouts(self.results, max_bytes=max_bytes),
         )
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.versions import START
-from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan, float32_bytes, int32_bytes
+from tba.wire import Batch, Group, RefLogprob, Rollout, Sampling, VersionSpan, float32_bytes, single_turn
 from tba_trainer.checkpoints.weight_files import WeightSnapshotWriter
 from tba_trainer.distributed.process_group import mesh_of_all, ranks_of
 from tba_trainer.learner.forward_backward import ALONE, Plan, Ranks, plan_micro_batches
@@ -230,7 +230,7 @@ def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
     groups = []
     for number, members in enumerate(parts):
         prompt_id, rollouts = f"prompt-{number}", []
-        prompt = int32_bytes(rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens))
+        prompt = rng.integers(0, vocab_size, recipe.searcher.max_prompt_tokens)
         for _ in members:
             rollouts.append(
                 Rollout(
@@ -239,10 +239,8 @@ def _batch(recipe: Recipe, *, vocab_size: int) -> Batch:
                     task="trace",
                     prompt_id=prompt_id,
                     visit_id=prompt_id,
-                    prompt_bytes=prompt,
-                    response_bytes=int32_bytes(rng.integers(0, vocab_size, num_tokens)),
+                    sequences=single_turn(prompt, rng.integers(0, vocab_size, num_tokens), "stop"),
                     response_text="",
-                    finish_reason="stop",
                     version_spans=(VersionSpan.of(START, 0, num_tokens),),
                     sampling=Sampling.of(recipe.model.policy_temperature),
                     logprob_bytes=float32_bytes(np.zeros(num_tokens)),

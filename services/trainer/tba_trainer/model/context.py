@@ -5,11 +5,11 @@
 
 Every sequence is cut into 2 C pieces, and each process computes two of them in every layer and in the output head. Only
 attention needs more: each layer gathers the keys and values of all processes, and a query attends to all keys up to its
-own position. At the end the log-probs of all response tokens are summed into every process, so each computes the loss
+own position. At the end the log-probs of all trained tokens are summed into every process, so each computes the loss
 of the whole micro-batch. Its backward pass goes through its own positions alone, because gradients are summed over the
 processes anyway. Only a model's passes know of context groups; docs/adr/0048-context-parallelism.md says why.
 
-Shapes: P positions of the packed row, W of them here (padded to the same number in each process), T response tokens of
+Shapes: P positions of the packed row, W of them here (padded to the same number in each process), T trained tokens of
 the row, t of them predicted here, K keys of all pieces together, N heads, M key-value heads, D head dimension.
 """
 
@@ -35,7 +35,6 @@ from tba_trainer.model.packing import (
     flash,
     has_flash,
     places_within,
-    predictor_places,
     upload,
 )
 
@@ -50,14 +49,14 @@ class RowPart:
     input_ids: Int[Tensor, "1 W"]
     position_ids: Int[Tensor, "1 W"]
     predictors: Int[Tensor, " t"]
-    """For each of the t response tokens here, the index among the W positions of the position that predicts it."""
-    response_tokens: Int[Tensor, " t"]
+    """For each of the t trained tokens here, the index among the W positions of the position that predicts it."""
+    trained_tokens: Int[Tensor, " t"]
     tokens: Int[Tensor, " t"]
-    """Index of each of these t response tokens among the T of the row."""
+    """Index of each of these t trained tokens among the T of the row."""
     num_tokens: int
     """T, of the whole row."""
     chosen: Int[Tensor, " c"]
-    """Indices, among the t response tokens, of those that were `chosen` in `Context.part_of`."""
+    """Indices, among the t trained tokens, of those that were `chosen` in `Context.part_of`."""
     segments: PartSegments
 
 
@@ -129,10 +128,9 @@ class Context:
         """Return this process's part of a packed row. All processes of the group pass the same row.
 
         Args:
-            chosen: indices of some of the T response tokens; `RowPart.chosen` then has those that are predicted here.
+            chosen: indices of some of the T trained tokens; `RowPart.chosen` then has those that are predicted here.
         """
-        lengths, response_lengths = (np.array(each) for each in (sequences.lengths, sequences.response_lengths))
-        dealt = _deal(lengths, sequences.positions, self.size)
+        dealt = _deal(np.array(sequences.lengths), sequences.positions, self.size)
         width, device = max(1, *(len(places) for places, _, _ in dealt)), sequences.input_ids.device
         at = np.empty(sum(len(places) for places, _, _ in dealt), dtype=np.int64)  # [P] where each is among the C * W
         for rank, (places, _, _) in enumerate(dealt):
@@ -143,7 +141,7 @@ class Context:
         num_seen = sizes[:, 1]
         keys = at[sequences.positions[np.repeat(first_keys, num_seen) + places_within(num_seen)]]  # [K]
         sources = keys + keys // width * width  # of each process W keys, then W values
-        predictors = at[predictor_places(lengths, response_lengths, sequences.positions)]  # [T]
+        predictors = at[sequences.predictor_places]  # [T]
         tokens = np.flatnonzero(predictors // width == self.rank)
         asked = np.flatnonzero(np.isin(tokens, [] if chosen is None else chosen))
 
@@ -157,7 +155,7 @@ class Context:
             input_ids=sequences.input_ids.index_select(1, here),
             position_ids=sequences.position_ids.index_select(1, here),
             predictors=tensor(predictors[tokens] - self.rank * width),
-            response_tokens=sequences.response_tokens.index_select(0, on_device),
+            trained_tokens=sequences.trained_tokens.index_select(0, on_device),
             tokens=on_device,
             num_tokens=len(predictors),
             chosen=tensor(asked),
@@ -170,7 +168,7 @@ class Context:
         )
 
     def whole(self, values: Float[Tensor, " t"], part: RowPart) -> Float[Tensor, " T"]:
-        """Return in every process the values of all T response tokens (a collective; the backward pass is local)."""
+        """Return in every process the values of all T trained tokens (a collective; the backward pass is local)."""
         whole = _Whole.apply(values, part.tokens, part.num_tokens, self.group)
         assert isinstance(whole, Tensor)
         return whole

@@ -1,7 +1,7 @@
-"""Token log-probs of responses under a causal language model, at the policy temperature.
+"""Token log-probs of replies under a causal language model, at the policy temperature.
 
 A pass runs over packed sequences where the model family allows it, else over padded rows. Only positions that predict a
-response token reach the output head. Their logits are computed in chunks: with a vocabulary of 150,000 entries, the
+trained token reach the output head. Their logits are computed in chunks: with a vocabulary of 150,000 entries, the
 logits of all positions would be the largest tensor of a step.
 
     logp_t = z_t[y_t] - logsumexp(z_t),    z_t = (W h_t + b) / temperature
@@ -91,7 +91,7 @@ class LogprobModel:
         return device_of(self.model)
 
     def token_logprobs(self, sequences: PackedSequences) -> Float[Tensor, " T"]:
-        """Return log pi(token | its prefix) of every response token.
+        """Return log pi(token | its prefix) of every trained token.
 
         float32, or the model's dtype if that is wider. Differentiable unless called under `torch.no_grad`.
         """
@@ -109,7 +109,7 @@ class LogprobModel:
         self, sequences: PackedSequences, with_entropy: bool
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
         # of numpy: the memory trace makes torch's tensors fake, and a context group reads which these are
-        num = len(sequences.response_tokens) if with_entropy else 0
+        num = len(sequences.trained_tokens) if with_entropy else 0
         spaced = np.linspace(0, num - 1, min(num, ENTROPY_POSITIONS)).round().astype(np.int64)
         if self._context is None:
             chosen = upload(torch.from_numpy(spaced), self.device) if with_entropy else None
@@ -124,7 +124,7 @@ class LogprobModel:
     def _of_row(
         self, row: PackedSequences | RowPart, chosen: Int[Tensor, " C"] | None
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, ""]]:
-        """Return the log-probs of the response tokens of a row, and the sum of the entropies at the `chosen` ones."""
+        """Return the log-probs of the trained tokens of a row, and the sum of the entropies at the `chosen` ones."""
         entropy = torch.zeros((), device=self.device)
         with self._autocast():
             if self._has_plain_head:
@@ -134,14 +134,14 @@ class LogprobModel:
                     with torch.no_grad():
                         entropy = self._entropies(head(hidden[chosen])).sum()
                 logprobs = head_logprobs(
-                    hidden, head.weight, head.bias, row.response_tokens, temperature=self._temperature
+                    hidden, head.weight, head.bias, row.trained_tokens, temperature=self._temperature
                 )
                 return logprobs, entropy
             logits = self._outputs(self.model, "logits", row)  # [T, V]
         if chosen is not None:
             entropy = self._entropies(logits[chosen]).sum()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
-        return wide.gather(1, row.response_tokens[:, None])[:, 0] - wide.logsumexp(dim=1), entropy
+        return wide.gather(1, row.trained_tokens[:, None])[:, 0] - wide.logsumexp(dim=1), entropy
 
     @torch.no_grad()
     def _entropies(self, logits: Float[Tensor, "C V"]) -> Float[Tensor, " C"]:
@@ -149,7 +149,7 @@ class LogprobModel:
         return -(log_p.exp() * log_p).sum(dim=1)
 
     def _outputs(self, module: Any, name: str, row: PackedSequences | RowPart) -> Float[Tensor, "T X"]:
-        """Return one output of a module at the positions where response tokens are predicted."""
+        """Return one output of a module at the positions where trained tokens are predicted."""
         if isinstance(row, RowPart):
             segments = row.segments
         else:

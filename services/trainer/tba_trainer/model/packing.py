@@ -4,6 +4,9 @@
     input    p p p r r r r p p r r          predicts nothing; sequence 1 has the same prompt as sequence 0, and that
     position 0 1 2 3 4 3 4 0 1 2 3          prompt is stored once: its outputs do not depend on the response
 
+A response begins with the first trained token and ends with the last one. What a conversation's environment wrote
+between replies lies in it, and is predicted by nothing: it is an input of what follows.
+
 The rollouts of a group share one prompt. Storing it once saves 60 % of the work in a group of 8 with prompts twice as
 long as responses. The gradient of a shared position is the sum over its sequences.
 
@@ -18,8 +21,9 @@ receives the boundaries of the sequences, as `segments`. It first copies shared 
 Model families whose attention cannot do that get right-padded rows (`padded_outputs`); sequences of about the same
 length share a pass there. The choice is explained in docs/adr/0010-packing-and-the-output-head.md.
 
-Shapes: B sequences, R positions of all of them, sequence after sequence; P positions of the row (R without the repeated
-prompts); T response tokens. N heads (keys and values may have fewer), D head dimension; Q = R plus padding.
+Shapes: B rollouts, S sequences (mostly one per rollout), R positions of all of them, sequence after sequence; P
+positions of the row (R without the repeated prompts); T trained tokens, rollout after rollout. N heads (keys and values
+may have fewer), D head dimension; Q = R plus padding.
 """
 
 from __future__ import annotations
@@ -52,38 +56,47 @@ WINDOW_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequences:
-    """B sequences of a model pass, and the positions in them where response tokens are predicted."""
+    """S sequences of a model pass, and the positions in them where trained tokens are predicted."""
 
     input_ids: Int[Tensor, "1 P"]
     position_ids: Int[Tensor, "1 P"]
     """Position within its sequence, from 0."""
     lengths: tuple[int, ...]
-    """[B] positions of each sequence."""
+    """[S] positions of each sequence."""
     positions: NDArray[np.int64]
     """[R] the place in the row of each position of each sequence."""
-    response_lengths: tuple[int, ...]
-    """[B] response tokens of each sequence."""
+    num_trained: tuple[int, ...]
+    """[B] trained tokens of each rollout."""
+    predictor_places: NDArray[np.int64]
+    """[T] place in the row whose output predicts each trained token; `predictors` has them on the device."""
     predictors: Int[Tensor, " T"]
-    """Place in the row whose output predicts each response token."""
-    response_tokens: Int[Tensor, " T"]
+    trained_tokens: Int[Tensor, " T"]
+    """Token ids, which the outputs at `predictors` are asked for."""
     row: Int[Tensor, " T"]
-    """Sequence of each response token."""
+    """Rollout of each trained token."""
 
     @property
     def num_rows(self) -> int:
-        """B, the number of sequences."""
-        return len(self.lengths)
+        """B, the number of rollouts."""
+        return len(self.num_trained)
 
 
 def pack_sequences(
-    prompts: Sequence[NDArray[np.int32]], responses: Sequence[NDArray[np.int32]], device: torch.device | str
+    prompts: Sequence[NDArray[np.int32]],
+    responses: Sequence[NDArray[np.int32]],
+    device: torch.device | str,
+    *,
+    trained: Sequence[NDArray[np.bool_]] | None = None,
+    rollouts: Sequence[int] | None = None,
 ) -> PackedSequences:
-    """Pack B prompts and their responses in the given order.
+    """Pack S prompts and their responses in the given order.
 
     Args:
-        prompts: B token sequences of at least 1 token each.
-        responses: B token sequences of at least 1 token each; the last token is only predicted, never an input.
+        prompts: S token sequences of at least 1 token each.
+        responses: S token sequences of at least 1 token each; the last token is only predicted, never an input.
         device: device of the result.
+        trained: for each response, which of its tokens are trained; at least the last one is. None: all tokens are.
+        rollouts: the rollout of each sequence, ascending from 0; None: each sequence is a rollout of its own.
     """
     # built from lengths, never from pad ids: where pad and end-of-sequence are one token, the latter stays in the loss
     prompt_lengths, response_lengths = (np.array([len(part) for part in parts]) for parts in (prompts, responses))
@@ -99,6 +112,15 @@ def pack_sequences(
     positions = columns + np.where(in_prompt, np.repeat(starts[owner], lengths), first)
     parts = [part for b, r in enumerate(responses) for part in ((prompts[b], r[:-1]) if is_owner[b] else (r[:-1],))]
     is_new = ~in_prompt | np.repeat(is_owner, lengths)
+    # the last prompt token predicts the first response token
+    places = positions[
+        np.repeat(lengths.cumsum() - response_lengths, response_lengths) + places_within(response_lengths)
+    ]
+    tokens = np.concatenate(responses)
+    row = np.repeat(np.arange(len(lengths)) if rollouts is None else np.asarray(rollouts), response_lengths)
+    if trained is not None:
+        kept = np.concatenate(trained)
+        places, tokens, row = places[kept], tokens[kept], row[kept]
 
     def tensor(values: NDArray[np.integer]) -> Tensor:
         return upload(torch.from_numpy(values.astype(np.int64)), device)
@@ -108,19 +130,12 @@ def pack_sequences(
         position_ids=tensor(columns[is_new][None]),
         lengths=tuple(lengths.tolist()),
         positions=positions,
-        response_lengths=tuple(response_lengths.tolist()),
-        predictors=tensor(predictor_places(lengths, response_lengths, positions)),
-        response_tokens=tensor(np.concatenate(responses)),
-        row=tensor(np.repeat(np.arange(len(lengths)), response_lengths)),
+        num_trained=tuple(np.bincount(row).tolist()),
+        predictor_places=places,
+        predictors=tensor(places),
+        trained_tokens=tensor(tokens),
+        row=tensor(row),
     )
-
-
-def predictor_places(
-    lengths: NDArray[np.integer], response_lengths: NDArray[np.integer], positions: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return [T]: the place in the row whose output predicts each response token. Arguments as in `PackedSequences`."""
-    # the last prompt token predicts the first response token
-    return positions[np.repeat(lengths.cumsum() - response_lengths, response_lengths) + places_within(response_lengths)]
 
 
 def upload(values: Tensor, device: torch.device | str) -> Tensor:
@@ -130,12 +145,12 @@ def upload(values: Tensor, device: torch.device | str) -> Tensor:
     return (values.pin_memory() if on_cuda else values).to(device, non_blocking=True)
 
 
-def response_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Float[Tensor, " B"]:
-    """Return the sum over each sequence's response tokens, with the same bits whatever else is in the batch."""
+def rollout_sums(values: Float[Tensor, " T"], sequences: PackedSequences) -> Float[Tensor, " B"]:
+    """Return the sum over each rollout's trained tokens, with the same bits whatever else is in the batch."""
     # Neighbours are added until one number is left: a wider table only adds zeros at the end of that. `Tensor.sum` adds
     # in an order that depends on the width, and a scatter-add on a GPU in a random one.
-    columns = upload(torch.from_numpy(places_within(np.array(sequences.response_lengths))), values.device)
-    width = 1 << (max(sequences.response_lengths) - 1).bit_length()  # the next power of 2
+    columns = upload(torch.from_numpy(places_within(np.array(sequences.num_trained))), values.device)
+    width = 1 << (max(sequences.num_trained) - 1).bit_length()  # the next power of 2
     table = values.new_full((sequences.num_rows, width), -0.0)  # x + -0.0 is x, also where x is -0.0
     table[sequences.row, columns] = values
     while table.shape[1] > 1:
@@ -161,8 +176,8 @@ class RowSegments(Protocol):
 class Segments:
     """Where each sequence of a packed row lies, and its place in the buckets."""
 
-    offsets: Int[Tensor, " B_plus_1"]
-    """int32; sequence b has elements offsets[b] to offsets[b + 1] - 1 of `positions`."""
+    offsets: Int[Tensor, " S_plus_1"]
+    """int32; sequence s has elements offsets[s] to offsets[s + 1] - 1 of `positions`."""
     longest: int
     positions: Int[Tensor, " R"]
     """The place in the row of each position of each sequence."""
@@ -247,7 +262,7 @@ Forward = Callable[[Int[Tensor, "b L"], Int[Tensor, "b L"], Int[Tensor, "b L"]],
 
 
 def padded_outputs(forward: Forward, sequences: PackedSequences, segments: Segments) -> Float[Tensor, "T X"]:
-    """Return the outputs of `forward` at the predictor of every response token, with one pass per bucket of `segments`.
+    """Return the outputs of `forward` at the predictor of every trained token, with one pass per bucket of `segments`.
 
     Padding is never read, because it comes after the end of its sequence.
     """

@@ -28,7 +28,7 @@ LOG_RATIO_CLAMP = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """N rollouts whose groups are complete. Log-probs are sums over response tokens, in nats, without gradient."""
+    """N rollouts whose groups are complete. Log-probs are sums over trained tokens, in nats, without gradient."""
 
     logprob: Float[Tensor, " N"]
     """log pi_theta at the policy temperature."""

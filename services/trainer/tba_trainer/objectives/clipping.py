@@ -13,7 +13,7 @@ With rho = pi_theta / pi_old of a token, clamp = `importance_clamp`, and the fir
                         largest (log rho)^2, as few as bring    AReaL; its authors' code looks only at those that
                         the mean of the rest below its limit    PPO's clip could mask
 
-Shapes: T response tokens of B rollouts.
+Shapes: T trained tokens of B rollouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_LOG_WEIGHT = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The T response tokens of the B rollouts of one micro-batch, rollout after rollout."""
+    """The T trained tokens of the B rollouts of one micro-batch, rollout after rollout."""
 
     logprobs: Float[Tensor, " T"]
     """log pi_theta per token, with gradient."""
@@ -46,14 +46,14 @@ class Tokens:
     """B."""
     trainer_logprobs: Float[Tensor, " T"] | None = None
     """The log-probs of the policy that sampled, computed again by the trainer; None: they were not."""
-    num_prompt_tokens: Int[Tensor, " B"] | None = None
-    """Read by the aggregation `whole_sequence_mean`."""
+    num_untrained: Int[Tensor, " B"] | None = None
+    """The other tokens of each rollout: prompt and environment. Read by the aggregation `whole_sequence_mean`."""
     kept: Bool[Tensor, " B"] | None = None
     """False for rollouts that add nothing to the gradient (`mask_truncated`, `mask_tied`); None: all rollouts add."""
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Response tokens of each rollout."""
+        """Trained tokens of each rollout."""
         # no bincount: it waits for the device
         zeros = torch.zeros(self.num_rows, dtype=torch.int64, device=self.row.device)
         return zeros.index_add(0, self.row, torch.ones_like(self.row))
@@ -65,7 +65,7 @@ class Totals:
 
     num_rollouts: int
     num_tokens: int
-    """Response tokens."""
+    """Trained tokens."""
     num_groups: int
     max_second_moment: float = float("inf")
     """Tokens with a larger (log rho)^2 are masked (`second_moment_cut`)."""

@@ -2,8 +2,8 @@
 
     loss = -sum_j sum_t stopgrad(A_j w_jt / divisor_j) log pi_theta(y_jt)
 
-with w from clipping.py. A batch has N rollouts with T response tokens in all; rollout j has |x_j| prompt tokens
-and |y_j| response tokens. `divisor_j` is, by the objective's `aggregation`:
+with w from clipping.py. A batch has N rollouts with T trained tokens in all; rollout j has |x_j| other tokens
+(prompt, environment) and |y_j| trained ones. `divisor_j` is, by the objective's `aggregation`:
 
     groups               the number of groups   online DPO, arXiv 2402.04792; RAFT, arXiv 2304.06767
     rollouts             N                      the sum over the tokens of a rollout, as in Eq. 5 of arXiv 2503.18929
@@ -90,8 +90,8 @@ def _divisor(tokens: Tokens, objective: Objective, totals: Totals) -> Float[Tens
         return num_rollouts * objective.aggregation_tokens
     lengths = tokens.lengths
     if kind == "whole_sequence_mean":
-        assert tokens.num_prompt_tokens is not None, "`whole_sequence_mean` needs the lengths of prompts"
-        lengths = lengths + tokens.num_prompt_tokens
+        assert tokens.num_untrained is not None, "`whole_sequence_mean` needs the lengths of prompts"
+        lengths = lengths + tokens.num_untrained
     return num_rollouts * lengths[tokens.row].to(tokens.logprobs.dtype)
 
 
@@ -103,7 +103,7 @@ class ObjectiveFunction(Protocol):
     * `sequences` is the whole batch of N rollouts, without gradient: sums of log-probs of theta, sampler and reference,
       rewards, policy ages, group numbers (`advantages.py` has `group_mean` and the like). Ref log-probs are zeros if
       `objective.beta` is 0 at every step.
-    * `tokens` holds the response tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
+    * `tokens` holds the trained tokens of the micro-batch: `tokens.logprobs` of theta, with gradient, and
       `tokens.sampler_logprobs`. `tokens.row` is the rollout of each token, as an index into `sequences`.
     * `settings` is the resolved section `[objective]`; its `importance_clamp` is free for any use.
     * `beta` is the KL coefficient of this step.
@@ -153,7 +153,7 @@ def custom_loss(
         tokens,
         row=rows.to(device, non_blocking=True)[tokens.row],
         num_rows=len(sequences.reward),
-        num_prompt_tokens=None,
+        num_untrained=None,
         kept=None,
     )
     terms = objective.function(Sequences(**everywhere), of_batch, objective, beta)

@@ -6,6 +6,7 @@ import { duration, gold, lastTurn, number, oneLine, stepOf, time } from "../form
 import { rewardText, trail } from "./rollouts.js";
 
 const MAX_TOKENS = 4000;
+const MAX_ROWS = 500;
 const COLOURINGS = [["logprob", "by log-prob"], ["version", "by version"], ["advantage", "by advantage"], ["none", "plain"]];
 
 export function rollout(place, { argument }) {
@@ -18,7 +19,7 @@ export function rollout(place, { argument }) {
       const group = h("div", {}, emptyText("Asking for its group.")), links = h("p", { class: "tools" });
       const isListed = trail.ids.includes(item.rollout_id);
       if (isListed) fill(links, steps(item, trail.ids, "in the list", trail.hash));
-      fill(place, links, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), answered(item), h("div", { class: "grid two" }, worth(item), trained(item)),
+      fill(place, links, h("h2", {}, "Rollout ", h("code", {}, item.rollout_id)), asked(item), conversation(item), answered(item), h("div", { class: "grid two" }, worth(item), trained(item)),
         panel("Its group", "The rollouts that the newest step compared, those that are still stored: one that is better than the others is made more likely.", group,
           h("p", {}, h("a", { href: `#/rollouts?prompt_id=${encodeURIComponent(item.prompt_id)}` }, "All stored rollouts of this prompt"))));
       // beside the rest, which is there at once
@@ -93,7 +94,7 @@ function answered(item) {
   const choices = COLOURINGS.map(([how, label], at) => h("label", {},
     h("input", { type: "radio", name: "colouring", value: how, checked: at === 0, onchange: () => paint(how) }), ` ${label} `));
   paint("logprob");
-  return panel("Completion", "What the model wrote. Point at a token for its log-prob and version.",
+  return panel("Completion", `What the model wrote${item.episode ? ", all replies one after another" : ""}. Point at a token for its log-prob and version.`,
     h("fieldset", { class: "tools" }, h("legend", {}, "Coloured"), choices), text, legend,
     facts([["ended by", item.finish_reason], ["tokens", number(item.num_response_tokens)], ["searcher", item.searcher_id],
       ["generated in", duration(item.finished_at_s - item.started_at_s)], ["finished", time(item.finished_at_s)],
@@ -129,6 +130,21 @@ function completion(item, how) {
   }
   return [h("pre", { class: "text tokens", tabindex: "0" }, nodes),
     shown < texts.length ? h("p", { class: "how" }, `The first ${number(shown)} of ${number(texts.length)} tokens.`) : null];
+}
+
+/** Of a conversation: what it was, its messages, and which tokens of it are trained. */
+function conversation(item) {
+  const one = item.episode;
+  if (!one) return null;
+  const rows = item.sequences.flatMap((sequence, at) => sequence.segments.map((part) => [number(at), number(part.turn), part.role, part.origin,
+    number(part.num_tokens), part.is_trained ? "yes" : "no", part.finish_reason, part.parse_status]));
+  return panel("Conversation", "The messages, and the tokens that they are. Only replies of the policy are trained, each once.",
+    facts([["environment", `${one.environment} ${one.environment_version}`], ["ended by", one.stop_condition], ["cut off by a limit", one.is_truncated ? "yes" : "no"],
+      ["turns", number(one.num_turns)], ["tool calls", number(one.num_tool_calls)], ["seed", String(one.seed)], ["seat", number(one.seat)],
+      ["reward per turn", one.turn_rewards.map((reward) => (reward === null ? "-" : number(reward))).join(", ")]]),
+    item.messages.map((message) => [h("p", { class: "how" }, `${message.role}, turn ${message.turn}`), h("pre", { class: "text", tabindex: "0" }, message.content)]),
+    table("Tokens by origin", ["sequence", "turn", "role", "origin", "tokens", "trained", "ended by", "tool call"], rows.slice(0, MAX_ROWS), "It has none."),
+    rows.length > MAX_ROWS ? h("p", { class: "how" }, `The first ${number(MAX_ROWS)} of ${number(rows.length)} parts.`) : null);
 }
 
 function worth(item) {

@@ -16,6 +16,7 @@ from tba.wire.sequences import MAX_ENVIRONMENT_SEED
 MAX_DATA_LEVELS = 32
 """Most levels of nesting in a prompt's data, well below the limits of the JSON parsers that read it."""
 _MAX_WHOLE = 10**MAX_DIGITS
+_OF_CHATS = {"messages", "tools", "chat_template_kwargs"}
 T = TypeVar("T")
 
 
@@ -95,6 +96,10 @@ class Prompt(StrictModel):
         if self.messages is None and (self.tools or self.chat_template_kwargs):
             raise ValueError("tools and chat_template_kwargs are for messages; give these, or leave them out")
         return self
+
+    def document(self) -> dict[str, Any]:
+        """Return the prompt as JSON, without the fields of a chat where it has none."""
+        return self.model_dump(mode="json", exclude=None if self.messages is not None else _OF_CHATS)
 
     @property
     def environment_seed(self) -> int:

@@ -195,7 +195,7 @@ def _take(function: Function, what: str, files: dict[str, str], import_folders: 
 
 def _checked(row: Any, number: int) -> dict[str, Any]:
     try:
-        checked = Prompt.model_validate(row).model_dump(mode="json")
+        checked = Prompt.model_validate(row).document()
         json.dumps(checked, allow_nan=False)
     except ValidationError as error:
         raise ConfigError(

@@ -337,7 +337,7 @@ def test_a_prompt_keeps_its_messages_with_the_tools_of_the_column(tmp_path, chat
     ("fields", "message"),
     [
         ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [{"content": "a"}]}, "message 1 has role None, not one of system"),
         ({"messages": [{"role": "user", "content": None}]}, r"message 1 \(user\): its content is not text"),
         ({"messages": [{"role": "user", "content": "a", "number": float("nan")}]}, "not JSON compliant"),
         ({"tools": [{"name": "add"}]}, "are for messages"),

@@ -108,7 +108,7 @@ class Catalog:
         by_id: dict[str, str] = {}
         for prompt in prompts:
             # canonical JSON: upload.lua compares contents byte by byte
-            text = json.dumps(prompt.model_dump(), sort_keys=True, ensure_ascii=False)
+            text = json.dumps(prompt.document(), sort_keys=True, ensure_ascii=False)
             if by_id.setdefault(prompt.prompt_id, text) != text:
                 raise ConflictError(f"prompt id {prompt.prompt_id!r} occurs twice with different content")
         reply = await self._context.scripts.run("upload", prompts=[part for pair in by_id.items() for part in pair])

@@ -54,8 +54,8 @@ def prompt_of(section: DataSet, split: Split, text: str | Chat, values: Mapping[
         for key, rule in section.data.items()
     }
     # sorted: the order of the columns must not change an id
+    # two chats of one text: a content of one has what the template writes in the other
     chat = [fields["messages"], fields["tools"]] if fields and "<" in str(fields["messages"]) else []
-    # other chats have other texts, unless a content has what the template writes
     content = json.dumps([section.task, text, data, *chat], sort_keys=True)
     # a text that is in both splits gives two prompts
     prefix = section.task if split == "train" else f"{section.task}-{split}"

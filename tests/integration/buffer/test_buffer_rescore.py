@@ -68,11 +68,12 @@ def test_everything_stored_gets_the_reward_of_the_new_version_and_batches_hold_i
 
 def test_an_episode_keeps_what_its_environment_paid(serve_buffer: ServeBuffer, reward: RewardServer) -> None:
     client = scored_buffer(serve_buffer, reward)
-    paid = talk("train-0", reward=0.25)
-    push(client, [paid, make_rollout("train-1", reward=3.0)])
+    paid, broken = talk("train-0", reward=0.25), talk("train-0", reward=None).with_failure("environment: reset")
+    push(client, [paid, broken, make_rollout("train-1", reward=3.0)])
     job = finished(client, ALL)
-    assert (job.num_total, job.num_done, job.num_changed, job.num_gone) == (2, 2, 1, 0)
+    assert (job.num_total, job.num_done, job.num_changed, job.num_gone) == (3, 3, 1, 0)
     assert client.get_rollout(paid.rollout_id.hex()).reward == 0.25
+    assert client.get_rollout(broken.rollout_id.hex()).reward_status == "failed"  # never a number
     assert len(reward.asked) == 1
 
 

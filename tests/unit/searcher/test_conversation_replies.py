@@ -105,3 +105,16 @@ def test_calls_of_a_known_family_are_as_strict():
     assert parsed(name="sub", token_span=(0, 2)) == ["unknown_tool"] * 2
     assert parsed(arguments="{}") == ["malformed_structure"] * 2
     assert parsed(status="invalid_json") == ["invalid_json"] * 2
+    # what a model may write, and a parser takes
+    assert parsed(name=["add"], token_span=(0, 2)) == ["missing_name"] * 2
+    for number in (float("nan"), float("inf"), 10**5000):
+        assert parsed(arguments={"a": number}, token_span=(0, 2)) == ["invalid_json"] * 2
+
+
+def test_bug_32_a_parser_that_fails_is_a_failed_call():
+    def fails(*_, **__):
+        raise RecursionError("too deep")
+
+    family = SimpleNamespace(parse_response=fails, get_stop_token_ids=lambda: [2])
+    renderer = FamilyRenderer(family, "odd", TemplateRenderer(make_chat_tokenizer(), {}))
+    assert renderer.parse([9], [7, 2], tools=[TOOL]).parse_status == "invalid_json"

@@ -104,14 +104,15 @@ class RolloutScorer:
         """Request the scores of the rollouts at these log positions, and return them; nothing is stored.
 
         Rollouts that are gone, or have to wait for their scorer, are left out. Damaged ones are returned as failed, and
-        episodes with a reward as they are. The caller removes from `retry_queue` those that it has stored as given up.
+        episodes that are scored or failed as they are. The caller removes from `retry_queue` those that it stored as
+        given up.
 
         Raises:
             RewardUnavailableError: the reward service could not be asked.
         """
-        found, before, failed = await self._load(positions)
+        found, before, decided = await self._load(positions)
         if not found:
-            return failed
+            return decided
         items = [self._item(rollout) for rollout in before]
         taken = [position for position, _ in found]
         try:
@@ -141,7 +142,7 @@ class RolloutScorer:
         self.update_waits(self._view.index)
         is_composite = self._context.recipe.reward.is_composite
         # in a thread: encoding a request of large payloads would hold up every other request
-        return failed + await in_thread(
+        return decided + await in_thread(
             lambda: [
                 _scored(position, rollout, len(payload), score, is_composite=is_composite(rollout.task))
                 for (position, payload), rollout, score in zip(found, before, scores, strict=True)
@@ -162,9 +163,9 @@ class RolloutScorer:
             rows = np.concatenate([index.row_of(rollout_id) for rollout_id in set(rollout_ids)])
             # the batch that was drawn before the first report has them too
             rows = rows[index.column("status", rows) == SCORED]
-            _, _, failed = await self._load(index.column("position", rows).astype(np.int64))
-            if failed:
-                await self.store(failed)
+            _, _, decided = await self._load(index.column("position", rows).astype(np.int64))
+            if damaged := [item for item in decided if item.is_damaged]:
+                await self.store(damaged)
 
     async def _load(self, positions: Positions) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
         """Load the rollouts at these positions as `_decode` returns them; those that are gone are left out."""
@@ -181,8 +182,11 @@ class RolloutScorer:
     def _decode(
         self, positions: Positions, stored: Sequence[bytes | None], fallbacks: Sequence[Rollout]
     ) -> tuple[list[tuple[int, bytes]], list[Rollout], list[ScoredRollout]]:
-        """Return (position, payload) pairs [n], their rollouts [n], and the damaged ones as failed `fallbacks`."""
-        found, rollouts, failed = [], [], []
+        """Return (position, payload) pairs [n], their rollouts [n], and those that no scorer decides.
+
+        These are the damaged ones, as failed `fallbacks`, and episodes that are scored or failed, as they are.
+        """
+        found, rollouts, decided = [], [], []
         for position, payload, fallback in zip(positions.tolist(), stored, fallbacks, strict=True):
             # evicted since the index was read
             if payload is None:
@@ -191,15 +195,15 @@ class RolloutScorer:
                 rollouts.append(decode_stored(payload, fallback.rollout_id))
             except WireError as error:
                 log.warning("damaged_rollout", rollout_id=fallback.rollout_id.hex(), reason=str(error))
-                failed.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))
+                decided.append(ScoredRollout(position, fallback, len(payload), fallback, payload, is_damaged=True))
                 continue
-            # the reward of an episode is what its environment paid; no scorer can say that again
-            if rollouts[-1].episode is not None and rollouts[-1].reward is not None:
+            # what its environment paid, or that it failed, no scorer can say again
+            if rollouts[-1].episode is not None and rollouts[-1].reward_status != "pending":
                 known = rollouts.pop()
-                failed.append(ScoredRollout(position, known, len(payload), known, payload))
+                decided.append(ScoredRollout(position, known, len(payload), known, payload))
                 continue
             found.append((position, payload))
-        return found, rollouts, failed
+        return found, rollouts, decided
 
     async def _gives_up(self, positions: Sequence[int], error: RewardUnavailableError) -> bool:
         """Return whether to give up the rollout of a failed request. Park it if it may be to blame; False: retry."""

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from tba.logs import get_logger
 from tba.wire.sequences import Origin, ParseStatus, Role
 from tba_searcher.conversations.chat import (
+    ChatRenderer,
     Messages,
     RenderError,
     Rendering,
@@ -47,7 +48,24 @@ REFUSED = frozenset({"gpt-oss"})
 log = get_logger("chat")
 
 
-def known_renderer(
+def open_renderer(tokenizer: Any, template_kwargs: Mapping[str, Any], end_ids: Collection[int] = ()) -> ChatRenderer:
+    """Return the renderer of the package for a family that it knows, else one for the chat template.
+
+    Args:
+        tokenizer: one of transformers.
+        template_kwargs: arguments of the chat template.
+        end_ids: more tokens that end a reply, as generation_config.json names them.
+
+    Raises:
+        RenderError: the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None and "chat_template" not in template_kwargs:
+        raise RenderError("prompts are messages, and the tokenizer has no chat template; give prompts as text")
+    own = TemplateRenderer(tokenizer, template_kwargs, end_ids)
+    return _known_renderer(tokenizer, own, template_kwargs, end_ids) or own
+
+
+def _known_renderer(
     tokenizer: Any, own: TemplateRenderer, template_kwargs: Mapping[str, Any], end_ids: Collection[int]
 ) -> FamilyRenderer | None:
     """Return a renderer of the package for the family of a tokenizer.
@@ -135,21 +153,21 @@ class FamilyRenderer:
         self, prompt: Sequence[int], reply: Sequence[int], messages: Messages, *, tools: Tools = (), turn: int = 0
     ) -> Rendering | None:
         """Return the tokens of the next turn (see `ChatRenderer.bridge`)."""
-        old = [*prompt, *reply]
+        old, reason = [*prompt, *reply], self._reason
         try:
             marked = self._marked(messages, tools)
             rendered = self._family.bridge_to_next_turn(
                 list(prompt), list(reply), marked["messages"], tools=marked["tools"]
             )
-        except Exception:  # messages that it does not take
-            rendered = None
+        except Exception as error:  # messages that it does not take
+            rendered, reason = None, str(error)
         if rendered is not None and rendered.token_ids[: len(old)] == old:
             at = len(old)
             return _rendering(rendered.token_ids[at:], rendered.message_indices[at:], messages, turn=turn)
         roles = tuple(str(message.get("role")) for message in messages)
         if roles not in self._logged:
             self._logged.add(roles)
-            log.warning("a new turn begins a new sequence", roles=roles, reason=self._reason)
+            log.warning("a new turn begins a new sequence", roles=roles, reason=reason)
         return None
 
     def prove(self, tools: Tools = ()) -> dict[tuple[str, ...], str]:

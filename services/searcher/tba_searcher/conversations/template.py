@@ -11,6 +11,7 @@ The text of a next turn is what the template writes after a reply of its own mak
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -114,7 +115,8 @@ class TemplateRenderer:
         except Exception as error:  # a template can raise anything
             said = (str(error).splitlines() or [""])[0]
             raise RenderError(f"the chat template cannot render the messages: {type(error).__name__}: {said}") from None
-        if is_marked and ESCAPED_MARK in text:
+        is_escaped = is_marked and ESCAPED_MARK in text
+        if is_escaped and ESCAPED_MARK not in json.dumps([*messages, *tools], ensure_ascii=False):
             raise RenderError("the chat template escapes contents, so special tokens in them cannot stay text")
         return text
 

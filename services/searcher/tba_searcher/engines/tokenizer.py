@@ -24,7 +24,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.model_folders import trust_hint
 from tba_searcher.conversations.chat import ChatRenderer
-from tba_searcher.conversations.factory import open_renderer
+from tba_searcher.conversations.known_families import open_renderer
 from tba_searcher.conversations.template import TemplateRenderer
 from tba_searcher.engines.engine import Completion, as_ids
 
@@ -120,7 +120,7 @@ class TextCodec:
         return self.renderer(prompt.chat_template_kwargs).render(prompt.messages, tools=prompt.tools).tokens
 
     def renderer(self, template_kwargs: Mapping[str, Any]) -> ChatRenderer:
-        """Return the chat renderer for these arguments of the chat template."""
+        """Return the chat renderer for these arguments of the chat template; raise RenderError without a template."""
         key = json.dumps(template_kwargs, sort_keys=True)
         if key not in self._renderers:
             self._renderers[key] = open_renderer(self._tokenizer, template_kwargs, self.eos_ids)

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "services" / name) for name in ("searche
 
 from benchmarks.report import write_document  # noqa: E402
 
-SECTIONS = ("embedded", "vllm")
+SECTIONS = ("embedded", "episodes", "vllm")
 
 
 def measure(section: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -30,6 +30,10 @@ def measure(section: str, args: argparse.Namespace) -> dict[str, Any]:
         from benchmarks.searcher_bench import embedded
 
         return embedded.measure(rounds=args.rounds)
+    if section == "episodes":
+        from benchmarks.searcher_bench import episodes
+
+        return episodes.measure(round_s=args.round_s)
     from tba_searcher.engines.vllm.environment import prepare_vllm
 
     prepare_vllm("cpu")

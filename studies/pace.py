@@ -145,6 +145,11 @@ class PacedEngine:
         """Submitted requests that have no slot yet."""
         return self._engine.num_active + self._engine.num_waiting + len(self._held) - self.num_active
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Those of the real engine."""
+        return self._engine.num_prefilled_tokens
+
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         # for the caller it is still being decoded

@@ -162,6 +162,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_witho
 """An id or another short text from a client; control characters are refused."""
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_line)]
 """The reason for a request, for people; control characters are replaced by spaces."""
+ParseStatus = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool"]
+"""What a tool call of a reply was; only one that is `ok` may be executed."""
 BareUrl = Annotated[str, AfterValidator(check_bare_url)]
 """A URL without user, password and options, which requests would not send."""
 Integer = Annotated[int, Strict(), AfterValidator(bounded)]

@@ -13,9 +13,11 @@ import importlib.metadata
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 from tba.errors import ConfigError, TbaError, did_you_mean
@@ -82,6 +84,13 @@ def find_module(path: str, *, what: str) -> ModuleSpec:
     if spec is None:
         raise ConfigError(f"{what} {path!r}: there is no module {module!r}; {remedy(what)}")
     return spec
+
+
+def place_of(error: BaseException, path: str, *, what: str) -> str | None:
+    """Return FILE:LINE of the deepest call in the folder of the module in MODULE:NAME: what a person can correct."""
+    folder = Path(find_module(path, what=what).origin or "").parent
+    calls = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{file.name}:{line}" for file, line in reversed(calls) if file.parent == folder), None)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def seed_warning(recipe: Recipe, report: bytes | None = None) -> str | None:
 
 
 def check_installed(recipe: Recipe) -> None:
-    """Raise ConfigError if a package of an extra, or the module of a custom objective, engine or tracker, is missing.
+    """Raise ConfigError if a package of an extra, or a module of an objective, engine, tracker or tool, is missing.
 
     No module is imported, because it may need torch. Prompt sources and scorers have their own checks.
     """
@@ -141,3 +141,8 @@ def check_installed(recipe: Recipe) -> None:
         plugins.find_module(engine, what="searcher.engine")
     for name in section.trackers:
         plugins.find_module(name, what="tracking.trackers")
+    for task, played in recipe.environments.items():
+        if played.environment is not None and not played.is_remote:
+            plugins.find_module(played.environment, what=f"environments.{task}.environment")
+        for name in played.tools:
+            plugins.find_module(name, what=f"environments.{task}.tools")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -82,11 +82,16 @@ class Steps:
         return self.final + (self.rate - self.final) * left
 
 
-def new_tokenizer(sizes: Sizes, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; it can write any text, and no token joins two digits."""
+def new_tokenizer(sizes: Sizes, texts: Iterable[str], *, pieces: str | None = None) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; it can write any text, and no token joins two digits.
+
+    Args:
+        pieces: a regular expression of the pieces that no token crosses; None: those of GPT-2.
+    """
     core = Tokenizer(models.BPE())
+    digits, split = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Split(Regex(pieces or ""), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [split if pieces else digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces is None)]
     )
     core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
@@ -151,7 +156,7 @@ def learn_answers(model: Any, tokenizer: Any, pairs: Sequence[Pair], steps: Step
         inputs, answers = encode(batch, tokenizer)
         return -answer_logprobs(model, inputs, answers).sum() / (answers >= 0).sum()
 
-    _learn(model, pairs, steps, loss, seed=seed)
+    learn(model, pairs, steps, loss, seed=seed)
 
 
 def learn_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
@@ -162,7 +167,7 @@ def learn_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], st
         chosen, rejected = scores[:, 0], scores[:, 1]
         return (CENTRE * (chosen + rejected).square() - functional.logsigmoid(chosen - rejected)).mean()
 
-    _learn(model, pairs, steps, loss, seed=seed)
+    learn(model, pairs, steps, loss, seed=seed)
 
 
 def learn_labels(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], steps: Steps, *, seed: int = 0) -> None:
@@ -172,7 +177,7 @@ def learn_labels(model: Any, tokenizer: Any, texts: Sequence[tuple[str, str]], s
         labels = torch.tensor([model.config.label2id[label] for _, label in batch])
         return functional.cross_entropy(_logits(model, tokenizer, [text for text, _ in batch]), labels)
 
-    _learn(model, texts, steps, loss, seed=seed)
+    learn(model, texts, steps, loss, seed=seed)
 
 
 def classifier_of(base: Path) -> Any:
@@ -196,9 +201,10 @@ def prepare(makers: dict[Path, Callable[[Path], None]]) -> None:
         print(f"{folder}: made in {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
 
 
-def _learn(
+def learn(
     model: Any, examples: Sequence[Any], steps: Steps, loss_of: Callable[[list[Any]], Tensor], *, seed: int
 ) -> None:
+    """Train a model on the loss of batches of examples, each of which comes once per pass over all."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=steps.rate, betas=(0.9, 0.99), weight_decay=0.0)
     rng, order = random.Random(seed), []
     for step in range(steps.num_steps):

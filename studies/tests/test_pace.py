@@ -35,7 +35,7 @@ class Clock:
 class FakeEngine:
     """Decodes one token for every active request in `work_s`; a request has as many tokens as its limit says."""
 
-    version, default_eos_ids, num_slots = START, (), NUM_SLOTS
+    version, default_eos_ids, num_slots, num_prefilled_tokens = START, (), NUM_SLOTS, 0
 
     def __init__(self, clock: Clock, work_s: float = 0.01) -> None:
         self._clock, self.work_s = clock, work_s

@@ -7,9 +7,10 @@ import math
 from pydantic import Field, JsonValue, model_validator
 
 from tba.config.data import DataSection, PrepareItem
+from tba.config.environments import EnvironmentSection
 from tba.config.evaluation import EvalSection
 from tba.config.objective import ObjectiveSection
-from tba.config.reward import BUILT_IN_TASKS, RewardSection
+from tba.config.reward import BUILT_IN_TASKS, RewardSection, TaskName
 from tba.config.searcher import VLLM_ENGINES, VLLM_MAX_TEMPERATURE, ScalingSection, SearcherSection
 from tba.config.sections import (
     AuthSection,
@@ -48,6 +49,8 @@ class Recipe(StrictModel):
     buffer: BufferSection = BufferSection()
     sampling: SamplingSection = SamplingSection()
     reward: RewardSection = RewardSection()
+    environments: dict[TaskName, EnvironmentSection] = Field(default_factory=dict)
+    """Task -> its environment. The episodes of other tasks have one turn."""
     searcher: SearcherSection = SearcherSection()
     objective: ObjectiveSection = ObjectiveSection()
     trainer: TrainerSection = TrainerSection()
@@ -106,6 +109,11 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"searcher.vllm.quantization is {self.searcher.vllm.quantization!r}, and vLLM rounds weights of 16 "
                 "bits only; set model.dtype to bfloat16 or float16, or remove it"
+            )
+        if self.environments and self.searcher.engine == "simulated":
+            raise ValueError(
+                'environments need a model with a chat template, and searcher.engine = "simulated" has none; choose '
+                "another engine"
             )
         self._check_lag()
         self._check_unused()
@@ -170,13 +178,21 @@ class Recipe(StrictModel):
                 f"sampling.samples_per_insert is {ratio:g}, and no rollout is in more than {max_uses} batches "
                 "(sampling.max_uses): the trainer would always wait; lower the first or raise the second"
             )
-        tasks = sorted({*self.reward.tasks, *BUILT_IN_TASKS})
+        scored = [*self.reward.tasks, *BUILT_IN_TASKS]
+        for task, section in self.environments.items():
+            if section.environment is None and task not in scored:
+                raise ValueError(
+                    f"environments.{task} has tools and no environment, and nothing scores the task, so no episode of "
+                    f"it would be paid; give the task an entry in reward.tasks, or name an environment"
+                    f"{did_you_mean(task, scored)}"
+                )
+        tasks = sorted({*scored, *self.environments})
         for task in self.searcher.tasks:
             if task not in tasks:
                 # a misspelt task would silently keep the defaults of every other task
                 raise ValueError(
                     f"searcher.tasks.{task} is for a task that nothing scores, so no prompt can have it; known are "
-                    f"{', '.join(tasks)} (reward.tasks and the built-in ones){did_you_mean(task, tasks)}"
+                    f"{', '.join(tasks)} (reward.tasks, environments and the built-in ones){did_you_mean(task, tasks)}"
                 )
         temperature = self.model.policy_temperature
         if self.searcher.engine in VLLM_ENGINES and temperature > VLLM_MAX_TEMPERATURE:
@@ -229,6 +245,12 @@ class Recipe(StrictModel):
                 f"model.policy_temperature is {wanted:g}, so theta would be pulled towards a distorted copy of "
                 f"itself; make the temperatures equal or choose another {part}"
             )
+
+    @property
+    def paid_by_environment(self) -> set[str]:
+        """Tasks whose environment alone pays: the reward service is not asked for a score."""
+        of_classes = {task for task, section in self.environments.items() if section.environment is not None}
+        return of_classes - self.reward.tasks.keys()
 
     @property
     def samples_at_other_temperatures(self) -> bool:

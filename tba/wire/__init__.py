@@ -15,6 +15,7 @@ from tba.wire.rollout import (
     encode_push,
     encode_rollout,
     storable_parts,
+    with_paid,
 )
 from tba.wire.sequences import Episode, Message, Segment, TokenSequence, single_turn
 from tba.wire.weight_manifest import Canary, Manifest, StoredObject, decode_manifest, encode_manifest

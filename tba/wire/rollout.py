@@ -341,6 +341,16 @@ def bad_part(parts: Mapping[str, float]) -> str | None:
     return None
 
 
+def with_paid(
+    score: float, parts: Mapping[str, float] | None, episode: Episode | None, *, is_composite: bool
+) -> tuple[float, dict[str, float] | None]:
+    """Return reward and storable parts of a rollout: its score, and what its environment paid."""
+    paid = None if episode is None else episode.paid
+    if paid is None:
+        return score, storable_parts(parts, score, is_composite=is_composite)
+    return score + paid, storable_parts({**(parts or {}), "environment": paid}, score + paid, is_composite=True)
+
+
 def storable_parts(parts: Mapping[str, float] | None, reward: float, *, is_composite: bool) -> dict[str, float] | None:
     """Return the parts of a reward as a rollout stores them; None: there is nothing to store, or a part is invalid.
 

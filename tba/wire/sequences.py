@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import ArrayLike, NDArray
 
-from tba.fields import control_character_error, is_bounded
+from tba.fields import ParseStatus, control_character_error, is_bounded
 from tba.wire.codec import Document, Name, int32_bytes
 
 MAX_TOKENS = 131_072
@@ -41,7 +41,6 @@ Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Role = Literal["system", "user", "assistant", "tool"]
 Origin = Literal["template", "environment", "policy"]
 FinishReason = Literal["stop", "stop_string", "length", "abort"]
-ParseStatus = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool"]
 
 
 class Segment(Document, array_like=True, frozen=True):
@@ -131,6 +130,12 @@ class Episode(Document, frozen=True, kw_only=True, omit_defaults=True, gc=True):
     """What the environment paid for each turn; None: nothing yet. The reward of the rollout is its own field."""
     num_tool_calls: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)] = ()
+
+    @property
+    def paid(self) -> float | None:
+        """What the environment has paid in all; None: nothing is known."""
+        known = [reward for reward in self.turn_rewards if reward is not None]
+        return sum(known) if known else None
 
 
 def sequences_problem(sequences: Sequence[TokenSequence], num_logprobs: int, *, is_episode: bool) -> str | None:

@@ -39,6 +39,7 @@ def check_command(args: argparse.Namespace) -> int:
         ("tokenizer", checks.check_tokenizer),
         ("installed", checks.check_installed),
         ("temperature", checks.check_temperature),
+        ("environment", checks.check_environments),
         ("scorer", checks.check_scorers),
     ]
     # the prompts come first: the checks of tokenizer and scorers need them

@@ -146,6 +146,11 @@ def _evaluate(
     Raises:
         TbaError: as `evaluate_here`, or the store holds something damaged.
     """
+    if played := sorted({prompt.task for prompt in prompts} & subject.recipe.environments.keys()):
+        raise ConfigError(
+            f"task {played[0]!r} is played with environments.{played[0]}, and only a run plays episodes; its own "
+            "evaluations do (eval.every_steps). Name another recipe, with prompts of one turn"
+        )
     folder = RunFolder(out)
     # clear() below deletes the content: only our own folder, or an empty one, may lose it
     if out.exists() and not (out.is_dir() and (folder.marker_path.exists() or not any(out.iterdir()))):

@@ -73,6 +73,10 @@ def score_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"there are no examples in {args.file}; one is enough")
     from tba_cli.local.reward_trial import ask_scorers, made_up_tokens  # no image holds the launcher
 
+    for name, example in examples.items():
+        if example.task in recipe.paid_by_environment:
+            raise ConfigError(f"{name}: task {example.task!r} is paid by its environment alone; leave the example out")
+
     def score(client: RewardClient) -> list[Scored]:
         scored = []
         # each in a request of its own, so that its time is known

@@ -24,6 +24,7 @@ from tba_cli.redis_server import find_redis_server
 from tba_cli.reports.outputs import result_lines
 from tba_cli.resolve import check_installed, check_model, seed_warning, with_absolute_paths, with_real_addresses
 from tba_cli.run_folder import RunFolder
+from tba_cli.setup.environment_trial import try_environment
 from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start, try_model
@@ -78,6 +79,9 @@ def run_local(
     for warning in filter(None, (*warnings, *prompt_warnings(original, prompts))):
         console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
+    for task, section in original.environments.items():
+        if not resume and not section.is_remote:
+            try_environment(original, task, prompts)
     if not resume and original.reward.tasks:  # the built-in tasks need no trial
         trial = try_scorers(original, prompts, http=True)
         trial.check()

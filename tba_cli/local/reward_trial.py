@@ -58,7 +58,8 @@ def try_scorers(recipe: Recipe, prompts: Sequence[Prompt], *, http: bool) -> Tri
     """
     trial = Trial()
     tried = _without(recipe, trial.left_out, http=http)
-    alike = _alike([prompt for prompt in prompts if prompt.task not in trial.left_out])
+    untried = {*trial.left_out, *recipe.paid_by_environment}
+    alike = _alike([prompt for prompt in prompts if prompt.task not in untried])
     first: list[_Try] = []
     odd: list[_Try] = []
     for task, sets in alike.items():

@@ -271,15 +271,16 @@ class Supervisor:
         self.folder.write_json(self.folder.endpoints_path, endpoints)
 
     def _check(self) -> None:
-        """Check that a scorer exists for every prompt. If the run has begun, also check its Redis and its step.
+        """Check that something pays for every prompt. If the run has begun, also check its Redis and its step.
 
         Raises:
-            ConfigError: no reward scores a prompt, or the run has made more steps than the recipe asks for.
+            ConfigError: nothing pays for a prompt, or the run has made more steps than the recipe asks for.
             OlderRedisError: Redis does not hold the run, which would begin again.
         """
         rewards = self._rewards.rewards()
-        check_tasks(self.prompts, [reward.task for reward in rewards])
-        asked = {prompt.task for prompt in self.prompts}
+        paid = self.recipe.paid_by_environment
+        check_tasks(self.prompts, sorted({*(reward.task for reward in rewards), *paid}))
+        asked = {prompt.task for prompt in self.prompts} - paid
         check_healthy(reward for reward in rewards if reward.task in asked)
         if not self.folder.has_begun:
             return

@@ -202,7 +202,7 @@ def _render_chats(recipe: Recipe, read: Sequence[tuple[DataSet, list[Row], list[
 
 def gold_keys(recipe: Recipe) -> Gold:
     """Return for each task the data keys in which its scorers look for a gold answer."""
-    keys = {task: ["answer"] for task in BUILT_IN_TASKS}
+    keys = {task: ["answer"] for task in BUILT_IN_TASKS if task not in recipe.paid_by_environment}
     own = {
         task: [spec.field for spec in reward.scorers if isinstance(spec, GoldSpec)]
         for task, reward in recipe.reward.tasks.items()
@@ -265,19 +265,19 @@ def chunks(prompts: Iterable[Prompt], *, max_chunk_bytes: int) -> Iterator[list[
 
 
 def tasks_of_recipe(recipe: Recipe) -> list[str]:
-    """Return the tasks that a reward service with this recipe scores."""
-    return sorted({*BUILT_IN_TASKS, *recipe.reward.tasks})
+    """Return the tasks that a reward service with this recipe scores, or an environment pays."""
+    return sorted({*BUILT_IN_TASKS, *recipe.reward.tasks, *recipe.environments})
 
 
 def check_tasks(prompts: Sequence[Prompt], known: Iterable[str]) -> None:
-    """Raise ConfigError if no reward scores a prompt: its rollouts would be generated, and never trained on."""
+    """Raise ConfigError if nothing pays for a prompt: its rollouts would be generated, and never trained on."""
     known = list(known)
     for prompt in prompts:
         if prompt.task not in known:
             raise ConfigError(
-                f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores; the reward "
-                f"service knows {', '.join(known)}: correct the prompt, or give the task an entry in reward.tasks"
-                f"{did_you_mean(prompt.task, known)}"
+                f"prompt {prompt.prompt_id!r} has the task {prompt.task!r}, which no reward scores and no environment "
+                f"plays; known are {', '.join(known)}: correct the prompt, or give the task an entry in reward.tasks "
+                f"or environments{did_you_mean(prompt.task, known)}"
             )
 
 

@@ -1,9 +1,9 @@
-"""Write an objective, scorers and prompts that a run gets from Python to files beside the run.
+"""Write an objective, scorers, an environment and prompts that a run gets from Python to files beside the run.
 
 runs/.python/<name>/recipe.json      the recipe that names the other files
                     prompts.jsonl    the prompts
                     <name>.toml rows.jsonl scorer.py    as of `tba init`, where the recipe was fitted to a model
-                    own_<name>.py    a function that was defined in a notebook or script
+                    own_<name>.py    a function or class that was defined in a notebook or script
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tba_cli.local.launch import run_folder_of
 from tba_cli.prompts.reader import prompts_of
 from tba_cli.run_folder import RunFolder
 from tba_cli.scripting.own_functions import named
-from tba_cli.setup.model_recipe import check_task_name, model_task_files
+from tba_cli.setup.model_recipe import PROMPT_COLUMNS, check_task_name, model_task_files
 from tba_cli.shipped_recipes import recipe_path
 
 BESIDE = ".python"
@@ -63,6 +63,8 @@ def prepare(
     lora: bool | None = None,
     objective: Function | str | None = None,
     rewards: Iterable[Function | Mapping[str, Any]] | None = None,
+    environment: Function | str | None = None,
+    tools: Iterable[Function | str] | None = None,
     prompts: Any = None,
     sets: Sequence[str] = (),
     resume: bool = False,
@@ -75,6 +77,7 @@ def prepare(
     import_folders: list[str] = []
     tasks: list[str] = []
     scorers = None if rewards is None else _scorers_of(rewards, files, import_folders)
+    episodes = _episodes_of(environment, tools, files, import_folders)
     if recipe is None:
         model = os.fspath(model or "")
         # a run or a model may be called what no task is
@@ -84,7 +87,7 @@ def prepare(
         stand_in = {"run": {"name": task}, "model": {"path": "."}, "data": {"generator": "addition"}}
         place_sets = [item for item in sets if item.startswith(("run.", "local."))]
         run_folder_of(_resolved(stand_in, place_sets)).check(resume=resume, fresh=fresh)
-        files |= _fitted(task, model, prompts, scorers=scorers, lora=lora)
+        files |= _fitted(task, model, prompts, scorers=scorers, lora=lora, episodes=episodes)
         document = tomllib.loads(files[f"{task}.toml"])
     elif isinstance(recipe, Mapping):
         try:
@@ -97,7 +100,7 @@ def prepare(
         except argparse.ArgumentTypeError as error:
             raise ConfigError(str(error)) from None
         document = read_document(Path(path))
-        if objective is None and rewards is None and prompts is None:
+        if objective is None and rewards is None and prompts is None and not episodes:
             return Inputs(recipe=path, folder=run_folder_of(load_recipe(path, sets=sets)))
     # first: tasks come from the prompts
     if prompts is not None and recipe is not None:
@@ -111,14 +114,19 @@ def prepare(
     elif objective is not None:
         preset = _take(objective, "objective", files, import_folders)
         document["objective"] = {**document.get("objective", {}), "preset": preset}
-    if scorers is not None and recipe is not None:
-        section = document.setdefault("reward", {})
+    if (scorers is not None or episodes) and recipe is not None:
         if not tasks:
-            resolved = _resolved(document, sets)
+            # of a section that these overrides are for, the environment is not there yet
+            resolved = _resolved(document, [item for item in sets if not item.startswith("environments.")])
             # data sets need not be read to know it
             of_sets = {part.task for part in resolved.data.sets}
             tasks = sorted(of_sets or {prompt.task for prompt in prompts_of(resolved)})
-        section["tasks"] = {**section.get("tasks", {}), **{task: {"scorers": scorers} for task in tasks}}
+        if scorers is not None:
+            section = document.setdefault("reward", {})
+            section["tasks"] = {**section.get("tasks", {}), **{task: {"scorers": scorers} for task in tasks}}
+        if episodes:
+            section = document.setdefault("environments", {})
+            section |= {task: {**section.get(task, {}), **episodes} for task in tasks}
     folder = run_folder_of(_resolved(document, sets))
     place = _make_place(folder, resume=resume, fresh=fresh)
     if recipe is None:
@@ -133,10 +141,14 @@ def prepare(
     )
 
 
-def _fitted(task: str, model: str, prompts: Any, **given: Any) -> dict[str, str]:
+def _fitted(task: str, model: str, prompts: Any, *, episodes: dict[str, Any], **given: Any) -> dict[str, str]:
     """Return the files of `tba init --model --data`, with a recipe that fits model, rows and machine."""
     lines = []
     for number, row in enumerate(_rows_of(prompts)):
+        if episodes and isinstance(row, Mapping):
+            # an episode is a conversation, and the text of a row its first message
+            column = next((name for name in PROMPT_COLUMNS if isinstance(row.get(name), str)), None)
+            row = row if column is None else {**row, column: [{"role": "user", "content": row[column]}]}
         try:
             lines.append(f"{json.dumps(dict(row), allow_nan=False)}\n")
         except (TypeError, ValueError) as error:
@@ -147,7 +159,7 @@ def _fitted(task: str, model: str, prompts: Any, **given: Any) -> dict[str, str]
         path = Path(place) / ROWS_FILE
         path.write_text("".join(lines), encoding="utf-8")
         try:
-            return model_task_files(task, model, path, this_machine(), **given)
+            return model_task_files(task, model, path, this_machine(), episodes=episodes, **given)
         except ConfigError as error:
             pattern = rf"file {re.escape(str(path))}, line (\d+)"
             raise ConfigError(re.sub(pattern, lambda at: f"prompts[{int(at[1]) - 1}]", str(error))) from None
@@ -184,9 +196,34 @@ def _scorers_of(
     return scorers
 
 
-def _take(function: Function, what: str, files: dict[str, str], import_folders: list[str]) -> str:
+def _episodes_of(
+    environment: Function | str | None,
+    tools: Iterable[Function | str] | None,
+    files: dict[str, str],
+    import_folders: list[str],
+) -> dict[str, Any]:
+    """Return the keys of [environments.TASK] that are given."""
+    found: dict[str, Any] = {}
+    if environment is not None:
+        is_name = isinstance(environment, str)
+        types = {"may_be_class": True, "needs_types": True}
+        taken = environment if is_name else _take(environment, "environment", files, import_folders, **types)
+        found["environment"] = taken
+    if tools is not None:
+        if callable(tools) or isinstance(tools, str):
+            raise ConfigError("tools is one tool; give a list of them: tools=[...]")
+        found["tools"] = [
+            tool if isinstance(tool, str) else _take(tool, f"tools[{number}]", files, import_folders, needs_types=True)
+            for number, tool in enumerate(tools)
+        ]
+        if not found["tools"]:
+            raise ConfigError("tools is empty; give at least one, or leave it out")
+    return found
+
+
+def _take(function: Function, what: str, files: dict[str, str], import_folders: list[str], **kinds: bool) -> str:
     """Return a function's import path; add its source or folder to `files` or `import_folders`. `what`: for errors."""
-    found = named(function, what=what)
+    found = named(function, what=what, **kinds)
     if found.source is not None and files.setdefault(found.file_name, found.source) != found.source:
         raise ConfigError(f"{what}: another function is called {function.__name__!r} too; rename one of them")
     import_folders += found.import_folders

@@ -39,6 +39,8 @@ def run(
     resume: bool = False,
     progress: bool = True,
     *,
+    environment: Function | str | None = None,
+    tools: Iterable[Function | str] | None = None,
     model: str | os.PathLike[str] | None = None,
     steps: int | None = None,
     lora: bool | None = None,
@@ -49,7 +51,7 @@ def run(
 
     Errors name the flags of `tba run`, which are arguments here: --fresh is `fresh=True`.
 
-    Functions run in other processes. A function of a module is imported from there. A function of a notebook or script
+    Functions and classes run in other processes. One of a module is imported from there. One of a notebook or script
     is written to a file beside the run, so it must import what it uses inside itself.
 
     Args:
@@ -61,12 +63,17 @@ def run(
             (`{"kind": "format", "pattern": "####", "gate": 1.0}`). The reward is their weighted sum.
         prompts: in place of the recipe's: rows `{"prompt_id", "task", "text", "data", "split"}`, as a list of dicts or
             a `datasets.Dataset`. With `model`, rows as TRL has them: `prompt` is a text or messages, and the functions
-            of `rewards` get the other columns. Without `rewards`, the column `answer` decides the scorer.
+            of `rewards` get the other columns. Without `rewards` and `environment`, the column `answer`
+            decides the scorer.
         sets: overrides, such as "trainer.num_steps=50".
         name: the name of the run, instead of `run.name` of the recipe, or of the model.
         fresh: delete the run of this name first.
         resume: continue the run of this name; give the same arguments again.
         progress: show what `tba run` shows; without it nothing is printed.
+        environment: the class of the environment that every task of the run is played in (docs/environments.md), or
+            its name "module:Class". Then `rewards` may be left out: it pays. What the recipe says of the task's
+            environment else, such as its limits, stays.
+        tools: functions with types and a docstring that the policy may call, or their names "module:function".
         model: without a recipe: a folder in Hugging Face format, or ORG/NAME on the hub.
         steps: optimizer steps, with an evaluation after each third; None: as the recipe says.
         lora: with `model`: train an adapter, or all weights; None: all weights where they fit into memory.
@@ -98,6 +105,8 @@ def run(
         lora=lora,
         objective=objective,
         rewards=rewards,
+        environment=environment,
+        tools=tools,
         prompts=prompts,
         sets=all_sets,
         resume=resume,

@@ -65,6 +65,8 @@ def _words(text: str) -> str:
     found = re.findall(r"-?\d+(?:\.\d+)?|\w+|[^\w\s.,;:!?'\"()]", text.casefold())
     return " ".join(["", *(found or text.split()), ""])
 '''
+EPISODE_TOKENS = 4096
+"""Most tokens of an episode, where the model takes as many: those of one pass."""
 RATE_FACTOR, MIN_RATED_PARAMS = 10.0, 5e7
 """So many times such a rate broke models within a few steps; far smaller models bear more."""
 Scorers = Sequence[Mapping[str, Any]]
@@ -89,6 +91,7 @@ def model_task_files(
     *,
     scorers: Scorers | None = None,
     lora: bool | None = None,
+    episodes: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return name and text of every file of a task for this model and these rows.
 
@@ -98,17 +101,22 @@ def model_task_files(
         scorers: as a recipe has them. None: one that reads the gold answers, as `answer`. Functions get every other
             column, and as in TRL messages of prompt and response if the prompts are messages.
         lora: whether to train an adapter; None: where training all weights does not fit.
+        episodes: keys of [environments.TASK]. With an environment and without `scorers`, it alone pays.
 
     Raises:
         ConfigError: a row, the model, or the length of a prompt does not fit; or the hub is not reached.
     """
-    rows = list(jsonl_rows(data))
+    rows, episodes = list(jsonl_rows(data)), episodes or {}
+    scorers = () if scorers is None and "environment" in episodes else scorers
     if not rows:
         raise ConfigError(f"--data {data} holds no rows")
     columns = column, _, golds = _columns(rows, needs_gold=scorers is None)
     with _model_of(model) as (path, folder, shape):
         text = _text(column, [row.values.get(column) for row in rows], folder)
         kind, source = _source(task, text, rows, columns, scorers)
+        if episodes:
+            keys = (f"{key} = {_toml(value)}\n" for key, value in episodes.items())
+            source += f"\n[environments.{task}]\n{''.join(keys)}"
         draft: dict[str, Any] = tomllib.loads(source)
         draft["data"]["sets"][0]["dataset"], draft["data"]["num_heldout"] = str(data), 1
         draft |= {"run": {"name": task}, "model": {"path": str(folder)}}
@@ -123,12 +131,17 @@ def model_task_files(
             f"it or leave it out: {short(prompts[tokens.index(longest)].text)}"
         )
     # a short prompt gets a sentence; a long one is a problem that takes working
-    response, why = (32, "a sentence") if longest <= 64 else (256, "working")
+    response, why = (32, "a sentence") if longest <= 64 and not episodes else (256, "working")
     if kind != "last_number" or longest_gold > 16:
         response, why = response + 2 * longest_gold, f"{why}, and twice the longest gold answer ({longest_gold})"
     most_prompt = min(math.ceil(longest / 16) * 16, room - 16)
     most_response = min(math.ceil(response / 16) * 16, room - most_prompt)
-    lengths = f"max_prompt_tokens = {most_prompt} # the longest prompt has {longest}\n"
+    if episodes:
+        whole = min(room, EPISODE_TOKENS)
+        most_response = min(most_response, whole // 4)
+        most_prompt = max(most_prompt, whole - most_response)
+    what = "of a conversation, which begins with up to" if episodes else "the longest prompt has"
+    lengths = f"max_prompt_tokens = {most_prompt} # {what} {longest}\n"
     lengths += f"max_response_tokens = {most_response} # room for {why}\n"
     if measured["endless"]:
         lengths += f"tasks.{task}.stop = [{quoted(measured['endless'])}] # ends a turn, and no sequence\n"
@@ -246,7 +259,10 @@ def _source(
         why = "gold answers are free text: scorer.py says what is right; change it, and examples.jsonl with it"
     shown = f'{{ kind = "{kind}"{setting} }}'
     # all that TRL's functions get: the other columns, and messages where the prompts are
-    names = [name for name in rows[0].values if name != column and (scorers or all(name in row.values for row in rows))]
+    are_given = scorers is not None
+    names = [
+        name for name in rows[0].values if name != column and (are_given or all(name in row.values for row in rows))
+    ]
     keys = {name: quoted(name) for name in names}
     keys |= {"prompt": quoted(column)} if isinstance(rows[0].values[column], list) else {}
     if scorers is None:
@@ -260,11 +276,9 @@ task = "{task}"
 dataset = "rows.jsonl" # a copy, with {len(rows):,} rows
 {text}
 data = {{ {data} }}
-
-[reward.tasks.{task}]
-# {why}
-scorers = [{shown}]
 """
+    if shown:
+        lines += f"\n[reward.tasks.{task}]\n# {why}\nscorers = [{shown}]\n"
     return kind, lines
 
 

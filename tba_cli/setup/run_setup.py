@@ -93,7 +93,7 @@ def run_setup(
             origin = asyncio.run(until_loaded(buffer, Console("normal"), silence_s=recipe.local.start_timeout_s))
             on_progress(f"begun with {origin.num_rollouts} rollouts of {origin.source}")
         _wait_until_ready(reward, "reward-start", deadline_s, on_progress)
-        check_tasks(prompts, (info.task for info in reward.rewards()))
+        check_tasks(prompts, sorted({*(info.task for info in reward.rewards()), *recipe.paid_by_environment}))
         reply = upload_prompts(buffer, prompts, max_chunk_bytes=recipe.buffer.max_body_bytes // 2)
         on_progress(
             f"prompts: {reply.num_new} new and {reply.num_same} known; the run has {reply.num_train} to train on and "

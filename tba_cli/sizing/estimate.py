@@ -28,7 +28,8 @@ class Estimate:
     weights_bytes: int
     """Weights of each searcher, in the published dtype."""
     kv_cache_bytes: int
-    """Key-value cache of each searcher, with a rollout of full length in each of its `searcher.num_slots` rows."""
+    """Key-value cache of each searcher, with a rollout of full length in each of its `searcher.num_slots` rows; twice
+    that with environments, as the embedded engine keeps the turns before."""
     rollout_bytes: int
     """One stored rollout of full length."""
     redis_bytes: int
@@ -56,7 +57,7 @@ def estimate(recipe: Recipe, shape: ModelShape) -> Estimate:
     num_versions = section.keep_versions + recipe.num_lag_versions + 1
     return Estimate(
         weights_bytes=start_bytes,
-        kv_cache_bytes=b * shape.kv_values_per_token * longest * searcher.num_slots,
+        kv_cache_bytes=b * shape.kv_values_per_token * longest * searcher.num_slots * (2 if recipe.environments else 1),
         rollout_bytes=rollout_bytes,
         redis_bytes=redis_bytes,
         redis_peak_bytes=2 * redis_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -89,3 +90,31 @@ def make_chat_tokenizer(template: str = PLAIN, *, eos: str = "<|im_end|>") -> An
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def make_talking_model(folder: Path, *, end_logit: float = 5.0, hidden_size: int = 64, num_layers: int = 2) -> Path:
+    """Write a random model whose replies end after a few tokens; returns the folder.
+
+    Args:
+        end_logit: about what the logit of the end of a reply is above those of other tokens.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_chat_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, **sizes, **heads, **ends)
+    )
+    with torch.no_grad():
+        # the first of the hidden numbers is nearly the same at every place, so its weight is a bias of the logits
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        head = model.lm_head.weight
+        head[:, 0] = 0.0
+        head[tokenizer.eos_token_id, 0] = end_logit / hidden_size**0.5
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Path(folder)

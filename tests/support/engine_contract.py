@@ -210,6 +210,53 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Completion
     return {completion.request_id: completion for completion in done}
 
 
+def next_turn(request: Request, completion: Completion, tokens: Sequence[int], **fields: Any) -> Request:
+    """Return the request for the turn after a completed one; `tokens`: what the environment says in between."""
+    name, _, turn = request.request_id.partition("/")
+    prompt = (*request.prompt_tokens, *completion.response_tokens.tolist(), *tokens)
+    usual = {"request_id": f"{name}/{int(turn or 1) + 1}", "prompt_tokens": prompt, "continues": request.request_id}
+    return dataclasses.replace(request, **{**usual, **fields})
+
+
+def converse(
+    engine: Engine, requests: Sequence[Request], *, num_turns: int, keeps: bool = True, max_new_tokens: int = 5
+) -> list[tuple[Request, Completion]]:
+    """Take each request through some turns, and begin each turn as soon as the one before has ended; return all turns.
+
+    Args:
+        keeps: whether the engine learns which requests belong together.
+    """
+    requests = [dataclasses.replace(request, may_continue=keeps) for request in requests]
+    under_way, turns = dict[str, Request](), list[tuple[Request, Completion]]()
+
+    def submit(request: Request) -> None:
+        under_way[request.request_id] = request
+        engine.submit(request)
+
+    for request in requests:
+        submit(request)
+    for completion in finish(engine):
+        request = under_way.pop(completion.request_id)
+        turns.append((request, completion))
+        if int(request.request_id.partition("/")[2] or 1) < num_turns:
+            rng = np.random.default_rng(len(request.prompt_tokens))
+            new = rng.integers(3, 33, rng.integers(max_new_tokens + 1)).tolist()
+            submit(next_turn(request, completion, new, **({} if keeps else {"continues": None})))
+    assert not under_way
+    assert len(turns) == num_turns * len(requests)
+    return turns
+
+
+def num_new_tokens(turns: Sequence[tuple[Request, Completion]]) -> int:
+    """Return the number of prompt tokens whose keys and values no earlier turn of a conversation has computed."""
+    ended = {
+        request.request_id: len(request.prompt_tokens) + len(completion.response_tokens)
+        for request, completion in turns
+    }
+    # those of the last token of a response are not there either
+    return sum(len(request.prompt_tokens) - ended.get(request.continues or "", 1) + 1 for request, _ in turns)
+
+
 def tokens_of(done: dict[str, Completion]) -> dict[str, list[int]]:
     """The response tokens by request id."""
     return {name: completion.response_tokens.tolist() for name, completion in sorted(done.items())}
@@ -286,6 +333,41 @@ def case_weights_in_flight_begin_a_span(bench: Bench) -> None:
             last = spans[-1]
             assert tokens.tolist() == models[last.version].greedy(request, after=tokens[: last.start].tolist())
     assert shapes == {(START, V1), (V1,)}
+
+
+def case_turns_of_a_conversation_are_exact(bench: Bench) -> None:
+    """More conversations than slots, some of them with the same first prompt; then new weights, and false histories."""
+    first = make_requests(NUM_SLOTS + 2, temperatures=(0.0, 1.0), seed=8, max_response_tokens=6)
+    first = [dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:9]) for request in first]
+
+    def check(model: Model, turns: Sequence[tuple[Request, Completion]]) -> None:
+        for request, completion in turns:
+            expected, found = model.trainer_logprobs(request, completion.response_tokens), completion.sampler_logprobs
+            np.testing.assert_allclose(found, expected, atol=LOGPROB_ATOL, rtol=0)
+            if request.sampling.temperature == 0:
+                assert completion.response_tokens.tolist() == model.greedy(request)
+
+    with bench.engine() as engine:
+        before = engine.num_prefilled_tokens
+        turns = converse(engine, first, num_turns=3)
+        check(bench.old, turns)
+        num_computed = engine.num_prefilled_tokens - before
+        repeated = sum(len(request.prompt_tokens) - 1 for request, _ in turns if request.continues is None)
+        least, most = num_new_tokens(turns) - repeated, sum(len(request.prompt_tokens) for request, _ in turns)
+        assert least <= num_computed <= most
+        last = [(request, completion) for request, completion in turns if request.request_id.endswith("/3")]
+        engine.load_weights([bench.new.tensors], V1)
+        after = [next_turn(request, completion, (5, 6)) for request, completion in last]
+        done = run_all(engine, after)
+        check(bench.new, [(request, done[request.request_id]) for request in after])
+        # the ids say that these continue a conversation, and their tokens do not
+        false = [next_turn(request, done[request.request_id], ()) for request in after]
+        false = [
+            dataclasses.replace(each, prompt_tokens=(7 - min(each.prompt_tokens[0], 4), *each.prompt_tokens[1:]))
+            for each in false
+        ]
+        done = run_all(engine, false)
+        check(bench.new, [(request, done[request.request_id]) for request in false])
 
 
 def case_staged_weights_are_used_like_any_others(bench: Bench) -> None:
@@ -542,9 +624,10 @@ ON_EVERY_MODEL = (
     case_tokens_and_logprobs_are_the_trainers,
     case_after_every_update_it_is_a_fresh_engine,
     case_weights_in_flight_begin_a_span,
+    case_turns_of_a_conversation_are_exact,
     case_staged_weights_are_used_like_any_others,
 )
-ON_EXPERTS = ON_EVERY_MODEL[:3]
+ON_EXPERTS = ON_EVERY_MODEL[:4]
 """vLLM does not stage the weights of experts on the CPU."""
 ON_ONE_MODEL = (
     case_a_bad_version_is_refused_and_the_old_one_back,

@@ -11,6 +11,7 @@ from typing import Any
 from tba_searcher.engines.engine import EngineSettings
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.engine import EmbeddedEngine
+from tba_searcher.episodes.runner import EpisodeRunner
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.version_pulls import WeightLoader
@@ -18,7 +19,7 @@ from tba_searcher.generation.visits import WorkQueue
 from tba_searcher.loop import SearcherLoop
 from tba_searcher.waits import WaitRegistry
 
-from tba.api import LineageReply
+from tba.api import LineageReply, Prompt
 from tba.clients import BufferClient, RewardClient
 from tba.store import FileStore, ObjectStore
 from tba.versions import START
@@ -27,7 +28,6 @@ from tests.support.buffer import make_prompts, start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_world import publish_version
-from tests.support.tiny_model import EOS_ID
 
 SEARCHER = {
     "num_slots": 4,
@@ -56,9 +56,11 @@ def start_loop_world(
     serve_buffer: ServeBuffer,
     reward: RewardServer,
     model: Path,
+    /,
     *,
     engine_class: Callable[..., EmbeddedEngine] = EmbeddedEngine,
     num_train: int = 8,
+    prompts: list[Prompt] | None = None,
     dtype: str = "float32",
     store: ObjectStore | None = None,
     start_store: ObjectStore | None = None,
@@ -76,7 +78,7 @@ def start_loop_world(
     store = store or FileStore(folder / "store")
     starts = WeightVersions(start_store or store, recipe.run.name)
     publish_version(starts, model, START, dtype=dtype)
-    client.upload_prompts(make_prompts(num_train, 4))
+    client.upload_prompts(make_prompts(num_train, 4) if prompts is None else prompts)
     lineage = start_lineage(client)
     current, engine_folder = WeightLoader(starts, folder / "pulled").download_model(START)
     engine = engine_class(
@@ -92,6 +94,9 @@ def start_loop_world(
     )
     status, stop = SearcherStatus(searcher_id="s", run=recipe.run.name, waits=WaitRegistry()), asyncio.Event()
     codec = TextCodec(engine_folder)
+    episodes = None
+    if recipe.environments:
+        episodes = EpisodeRunner(recipe, codec=codec, counts=status.counts, waits=status.waits)
     delivery = Delivery(
         recipe,
         buffer=served.client(),
@@ -107,7 +112,7 @@ def start_loop_world(
         current=current,
         loader=WeightLoader(WeightVersions(store, recipe.run.name), folder / "pulled", counts=status.counts),
         codec=codec,
-        queue=WorkQueue(recipe.searcher, run_seed=0, eos_ids=(EOS_ID,)),
+        queue=WorkQueue(recipe.searcher, run_seed=0, eos_ids=codec.eos_ids, episodes=episodes),
         buffer=served.client(),
         heartbeats=served.client(),
         delivery=delivery,

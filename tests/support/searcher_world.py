@@ -36,6 +36,9 @@ from tests.support.redis_process import free_port
 TIMEOUT_S = 120.0
 
 
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
 def publish_version(
     versions: WeightVersions,
     folder: Path,
@@ -71,7 +74,7 @@ def publish_version(
         parent=parent,
         dtype=dtype,
         tensors_paths=[tensors],
-        files={name: folder / name for name in ("config.json", "tokenizer.json", "tokenizer_config.json")},
+        files={path.name: path for name in FILES for path in folder.glob(name)},
         canary=Canary(
             prompt_tokens=prompt,
             response_tokens=response,

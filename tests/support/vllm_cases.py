@@ -32,7 +32,7 @@ from transformers import AutoModel
 
 from tba.errors import ConfigError
 from tba.versions import START, PolicyVersion
-from tba.wire import Sampling
+from tba.wire import Sampling, single_turn
 from tests.support.engine_contract import (
     CASES,
     LAST,
@@ -183,7 +183,7 @@ def case_the_starting_model_lives_beside_the_engine(bench: Bench) -> None:
         request = make_request("s", (5, 6, 7), Sampling.of(0.0), eos_ids=(), max_response_tokens=5)
         (completion,) = run_all(engine, [request]).values()
     reference = StartingModel(bench.old.folder, temperature=1.0, dtype="float32", device="cpu")
-    (found,) = reference.sums([np.array(request.prompt_tokens, np.int32)], [completion.response_tokens])
+    (found,) = reference.sums([single_turn(request.prompt_tokens, completion.response_tokens, "length")])
     assert abs(found - float(completion.sampler_logprobs.sum())) < 1e-3
 
 

@@ -58,6 +58,7 @@ from tba.weights import LocalVersion
 from tba_searcher.conversations.chat import RenderError
 from tba_searcher.engines.engine import ENGINE_TIMEOUT_S, Engine, EngineDiedError, Request
 from tba_searcher.engines.tokenizer import Codec
+from tba_searcher.episodes.conversation import PlayedEpisode
 from tba_searcher.generation.delivery import NUM_ALONE, Delivery
 from tba_searcher.generation.engine_thread import EngineStep, EngineThread
 from tba_searcher.generation.status import SearcherStatus
@@ -130,11 +131,16 @@ class SearcherLoop:
         self._aborts: list[str] = []
         """Ids of the requests that the next step aborts."""
         self._num_round_visits = num_round_visits(recipe)
+        self._num_prefilled = engine.num_prefilled_tokens
         self._is_stepping = False
         self._is_leasing = False
         """A request for leases is in progress, or its reply has not been handled yet."""
         self._refused_prompt_ids: set[str] = set()
         """Ids of prompts with too many tokens or none, or messages that cannot be rendered; each is logged once."""
+        self.episodes = queue.episodes
+        if self.episodes is not None:
+            self.episodes.on_played, self.episodes.on_turn = self._on_played, self._has_work.set
+        delivery.on_short = self._return_short
         loader.add(current)
         status.version = current.version
         delivery.on_reply = self.on_reply
@@ -168,6 +174,8 @@ class SearcherLoop:
             for task in (*tasks, over, stop):
                 task.cancel()
             await asyncio.gather(*tasks, over, stop, return_exceptions=True)
+            if self.episodes is not None:
+                await self.episodes.close()
             await self._thread.close(self._engine)
         self._status.state = "ended" if self._engine_error is None else "failed"
         await self._status.send(self._heartbeats)
@@ -184,6 +192,30 @@ class SearcherLoop:
         return self._engine_error is None and (
             self._is_stepping or self._engine.num_active + self._engine.num_waiting > 0
         )
+
+    @property
+    def _is_playing(self) -> bool:
+        """Whether an episode is open that the engine can still go on with."""
+        return self._engine_error is None and self.episodes is not None and self.episodes.num_open > 0
+
+    def _on_played(self, lease_id: str, played: PlayedEpisode) -> None:
+        """Add an episode that has ended to its visit."""
+        visit = self._queue.visit_of(f"{lease_id}/")
+        if visit is not None and self._queue.add_outcome(visit, played) is not None:
+            self._delivery.put(visit)
+
+    async def _return_short(self, visit: Visit) -> None:
+        """Return the lease of a visit of which episodes are missing; refuse it if no attempt can play them."""
+        lease_id, prompt_id = visit.lease.lease_id, visit.lease.prompt.prompt_id
+        hopeless = [each.failure for each in visit.completions if isinstance(each, PlayedEpisode) and each.is_hopeless]
+        if not hopeless:
+            await self._leases.return_leases([lease_id])
+            return
+        self._status.counts["refused_prompts"] += 1
+        if prompt_id not in self._refused_prompt_ids:
+            self._refused_prompt_ids.add(prompt_id)
+            log.error("prompt refused", prompt_id=prompt_id, reason=hopeless[0])
+        await self._leases.return_leases([], refused=[lease_id])
 
     def on_reply(self, reply: LeaseReply | PushReply) -> None:
         """Note the newest version and the end of the run from a reply of the buffer."""
@@ -272,9 +304,10 @@ class SearcherLoop:
         for lease in reply.leases:
             if lease.lease_id in returned:
                 continue
-            reason = None
+            reason, is_played = None, self.episodes is not None and self.episodes.plays(lease.prompt.task)
             try:
-                tokens = self._codec.prompt_tokens(lease.prompt)
+                # an episode has its prompt when its environment is reset
+                tokens = () if is_played else self._codec.prompt_tokens(lease.prompt)
             except RenderError as error:
                 tokens, reason = (), str(error)
             visit = Visit(
@@ -283,7 +316,7 @@ class SearcherLoop:
                 pinned=None if lease.version is None or lease.kind == "train" else PolicyVersion.parse(lease.version),
             )
             num_tokens = len(visit.prompt_tokens)
-            if 1 <= num_tokens <= limit_tokens:
+            if is_played or 1 <= num_tokens <= limit_tokens:
                 self._queue.add(visit)
                 continue
             self._status.counts["refused_prompts"] += 1
@@ -313,7 +346,8 @@ class SearcherLoop:
                 target = None
             elif pinned is not None and self._is_busy:
                 target = None  # training rollouts finish first
-            step = EngineStep(target, self._next_requests(), self._aborts)
+            returns_early = self.episodes is not None and self.episodes.num_open > 0
+            step = EngineStep(target, self._next_requests(), self._aborts, returns_early)
             self._aborts = []
             if step.swap_to is None and not step.requests and not self._is_busy:
                 await sleep_until(self._has_work, self._tick_s)
@@ -335,22 +369,24 @@ class SearcherLoop:
                     self._loader.refuse(new.version, result.swap_error)
                 self._loader.keep_only({self._current.version, self._newest, *self._queue.pinned_versions()})
             for completion in result.completions:
-                self._status.counts["rollouts_generated"] += 1
                 self._status.counts["generated_tokens"] += len(completion.response_tokens)
                 if (visit := self._queue.add_completion(completion)) is not None:
                     self._delivery.put(visit)
             self._is_stepping = False
             for request, error in result.rejected:  # this engine cannot honour it: its visit is refused
+                if self.episodes is not None and self.episodes.refuse(request.request_id, str(error)):
+                    continue
                 if (visit := self._queue.visit_of(request.request_id)) is None:
                     continue
                 self._status.counts["refused_prompts"] += 1
                 log.error("prompt refused", prompt_id=visit.lease.prompt.prompt_id, reason=str(error))
-                self._aborts += visit.request_ids()
-                self._queue.drop([visit])
+                self._aborts += self._queue.drop([visit])
                 if visit.pinned is None:
                     await self._leases.return_leases([], refused=[visit.lease.lease_id])
                 else:
                     self._delivery.put_failed(visit)
+            self._status.counts["prefilled_tokens"] += self._engine.num_prefilled_tokens - self._num_prefilled
+            self._num_prefilled = self._engine.num_prefilled_tokens
             self._status.num_active, self._status.num_waiting = self._engine.num_active, self._engine.num_waiting
             self._status.num_queued = self._queue.num_unsubmitted
             if self._status.state in ("running", "evaluating"):
@@ -364,8 +400,11 @@ class SearcherLoop:
     def _next_requests(self) -> list[Request]:
         """Return requests up to 2 x `num_slots` in the engine, so that no slot is idle and prefills come in groups."""
         room = 2 * self._engine.num_slots - self._engine.num_active - self._engine.num_waiting
-        if room <= 0 or self._is_ending:
-            return []
+        if room <= 0 or self._is_ending:  # a drain lets open episodes end
+            if room <= 0 or self.episodes is None or self._engine_error is not None:
+                return []
+            turns = self.episodes.take_turns(room, pinned=self._engine.version)
+            return turns + self.episodes.take_turns(room - len(turns), pinned=None)
         pinned, requests = self._available_pin(), []
         if pinned is not None:
             if pinned == self._engine.version:
@@ -388,8 +427,10 @@ class SearcherLoop:
         unreturned = await self._return_visits(
             [visit for visit in self._queue.open_visits() if not visit.num_submitted]
         )
-        await self._wait_until(lambda: not self._is_busy, begin + 0.7 * drain_s, tasks)
+        await self._wait_until(lambda: not self._is_busy and not self._is_playing, begin + 0.7 * drain_s, tasks)
         self._aborts += [request_id for visit in self._queue.open_visits() for request_id in visit.request_ids()]
+        if self.episodes is not None:  # an episode is stored whole or not at all
+            self._aborts += self.episodes.cancel_all()
         # the step in progress may still complete rollouts, and they are delivered too
         await self._wait_until(lambda: not self._is_busy, begin + 0.8 * drain_s, tasks)
         cut_short = self._queue.open_visits()

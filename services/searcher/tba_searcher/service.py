@@ -32,8 +32,9 @@ from tba.versions import START, PolicyVersion
 from tba.weights import LocalVersion, NodeCache, WeightVersions
 from tba_searcher.engines.engine import EngineCheckError, ReferenceRefusedError
 from tba_searcher.engines.factory import build_engine
-from tba_searcher.engines.tokenizer import open_codec
+from tba_searcher.engines.tokenizer import TextCodec, open_codec
 from tba_searcher.engines.weight_check import verification_error
+from tba_searcher.episodes.runner import EpisodeRunner
 from tba_searcher.generation.delivery import Delivery
 from tba_searcher.generation.evaluation_results import Embedder
 from tba_searcher.generation.status import SearcherStatus
@@ -223,7 +224,10 @@ class Searcher:
             try:
                 weights, folder = await in_thread(lambda version=version: self._loader.download_model(version))
                 self._waits.end("pulling")
-                return await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
+                loop = await in_thread(lambda weights=weights, folder=folder: self._build(weights, folder))
+                if loop.episodes is not None:
+                    await loop.episodes.start()
+                return loop
             except (DigestError, MalformedError, EngineCheckError) as error:
                 self._waits.end("pulling")
                 self._loader.refuse(START if isinstance(error, ReferenceRefusedError) else version, error)
@@ -327,13 +331,17 @@ class Searcher:
             reference=reference,
             status=self.status,
         )
+        episodes = None
+        if recipe.environments:
+            assert isinstance(codec, TextCodec)
+            episodes = EpisodeRunner(recipe, codec=codec, counts=self.status.counts, waits=self._waits)
         return SearcherLoop(
             recipe,
             engine=engine,
             current=weights,
             loader=self._loader,
             codec=codec,
-            queue=WorkQueue(settings, run_seed=recipe.run.seed, eos_ids=eos_ids),
+            queue=WorkQueue(settings, run_seed=recipe.run.seed, eos_ids=eos_ids, episodes=episodes),
             buffer=self._buffer,
             heartbeats=self._heartbeats,
             delivery=delivery,

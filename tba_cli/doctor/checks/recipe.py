@@ -21,6 +21,7 @@ from tba_cli.doctor.checks.models import check_models
 from tba_cli.doctor.target import CheckResult, Target, fail, ok, skip, warn
 from tba_cli.prompts.reader import check_tasks, prompt_warnings, prompts_of, tasks_of_recipe
 from tba_cli.resolve import check_installed, check_model
+from tba_cli.setup.environment_trial import most_s, try_environment
 from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.prepare import endless_warning, measure_model
 
@@ -142,7 +143,8 @@ class RecipeChecks:
     @property
     def timeout_s(self) -> float:
         """Seconds for the check of the prompts, and as many again for all other checks together."""
-        return self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s + SLACK_S
+        scorers_s = self.recipe.local.start_timeout_s + self.recipe.reward.request_deadline_s
+        return max(scorers_s, most_s(self.recipe)) + SLACK_S
 
     def check_prompts(self, target: Target) -> Iterator[CheckResult]:
         """Read every prompt as the run reads it, and check that its task is scored."""
@@ -164,16 +166,23 @@ class RecipeChecks:
         for warning in prompt_warnings(self.recipe, self.prompts):
             yield warn("prompts", *warning.rsplit("; ", 1))
         # a misspelt task name shows as a reward that no prompt asks for
-        asked = {*self.recipe.eval.published.tasks, *(prompt.task for prompt in self.prompts)}
+        played = {prompt.task for prompt in self.prompts}
+        for task in self.recipe.environments:
+            if task not in played:
+                yield warn(
+                    "environment",
+                    f"no prompt has the task {task!r}, so environments.{task} is never played",
+                    f"correct the name of environments.{task}, or the task of the prompts, or remove it",
+                )
         for task in self.recipe.reward.tasks:
-            if task not in asked:
+            if task not in {*self.recipe.eval.published.tasks, *played}:
                 yield warn(
                     "reward-task",
                     f"no prompt has the task {task!r}, so reward.tasks.{task} scores nothing",
                     f"correct the name of reward.tasks.{task}, or the task of the prompts, or remove it",
                 )
         check_tasks(self.prompts, tasks_of_recipe(self.recipe))
-        yield ok("prompts", f"scored: {', '.join(sorted({prompt.task for prompt in self.prompts}))}")
+        yield ok("prompts", f"scored: {', '.join(sorted(played))}")
 
     def check_model(self, target: Target) -> Iterator[CheckResult]:
         """Check the folders that the services read, and that the starting model is the one that the recipe asks for."""
@@ -231,6 +240,18 @@ class RecipeChecks:
         """Warn if no rollout is sampled at the policy temperature, so that none is of the policy that is trained."""
         if (warning := self.recipe.temperature_warning) is not None:
             yield warn("temperature", *warning.rsplit("; ", 1))
+
+    def check_environments(self, target: Target) -> Iterator[CheckResult]:
+        """Begin an episode of each task with its environment, in a process of its own."""
+        for task, section in self.recipe.environments.items():
+            if not target.is_local or section.is_remote:
+                where = f"at {section.environment}" if section.is_remote else "where the searchers run (buffer.url)"
+                yield skip("environment", f"task {task!r}: its environment is {where}, and was not tried")
+                continue
+            try:
+                yield ok("environment", f"task {task!r}: {try_environment(self.recipe, task, self.prompts)}")
+            except ConfigError as error:
+                yield fail("environment", *str(error).rsplit("; ", 1))
 
     def check_scorers(self, target: Target) -> Iterator[CheckResult]:
         """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""

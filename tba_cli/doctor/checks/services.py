@@ -108,7 +108,7 @@ def check_releases(target: Target) -> Iterator[CheckResult]:
 
 
 def check_rewards(target: Target) -> Iterator[CheckResult]:
-    """Check that the reward service scores every task that the recipe names."""
+    """Check that the reward service scores every task that the recipe names, but those that an environment pays."""
     reply = target.read("reward", "/v1/rewards", RewardsReply, token=some_token(target))
     if reply is None:
         yield skip("reward-tasks", "the reward service does not say which tasks it scores")
@@ -118,7 +118,9 @@ def check_rewards(target: Target) -> Iterator[CheckResult]:
     # as far as the recipe alone names them; a file is not read
     tasks = [data.generator] if data.generator in BUILT_IN else sorted({section.task for section in data.sets})
     for task in tasks if known else ():
-        if task not in known:
+        if task in target.recipe.paid_by_environment:
+            yield ok("reward-tasks", f"task {task!r} is paid by its environment")
+        elif task not in known:
             yield fail(
                 "reward-tasks",
                 f"no reward scores the task {task!r}; the service knows {', '.join(sorted(known))}",

@@ -418,3 +418,20 @@ def test_a_model_that_nothing_can_be_learned_with_is_named_before_a_child_is_sta
     data = {"path": None, "generator": "addition"}
     code, said = check(command=("run",), model={"path": str(folder)}, data=data, reward={"tasks": {}})
     assert (code, sentence in said) == (2, True), said
+
+
+SHOP = """
+class Shop:
+    def reset(self, seed, data):
+        return data["x"]
+
+    step = close = reset
+"""
+
+
+@pytest.mark.parametrize(("command", "expected"), [(("config", "check"), 1), (("run",), 2)])
+def test_an_environment_that_fails_is_named_before_a_child_is_started(check, tmp_path, command, expected):
+    (tmp_path / "shop.py").write_text(SHOP)
+    code, said = check(command=command, environments={"mine": {"environment": "shop:Shop"}}, reward={"tasks": {}})
+    assert code == expected, said
+    assert "environments.mine: reset for prompt 'train': KeyError: 'x' (shop.py:4)" in said

@@ -124,6 +124,35 @@ def test_a_run_from_python_has_the_recipe_of_tba_init(name: str, model: str) -> 
     assert (place / "scorer.py").exists() == (name == "text")
 
 
+class Shop:
+    """An environment, by name alone."""
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def test_an_environment_pays_without_gold_answers_and_its_prompts_are_messages(model: str) -> None:
+    rows = [{"prompt": f"Sell {n}", "good": f"tea {n}"} for n in range(NUM_ROWS)]
+    recipe = from_python(model, rows, environment=Shop, tools=[add])
+    section = recipe.environments["mine"]
+    assert (section.environment, section.tools) == (f"{__name__}:Shop", [f"{__name__}:add"])
+    assert (recipe.reward.tasks, recipe.paid_by_environment) == ({}, {"mine"})
+    first = prompts_of(recipe)[0]
+    assert (first.messages, first.data["good"]) == (user("Sell 0"), "tea 0")
+    # of 256 that the model takes: a conversation grows
+    assert (recipe.searcher.max_prompt_tokens, recipe.searcher.max_response_tokens) == (192, 64)
+    assert (
+        "mine" in from_python(model, rows, environment=Shop, rewards=[{"kind": "format", "pattern": "x"}]).reward.tasks
+    )
+    # tools alone: the gold answers decide
+    (scorer,) = from_python(model, SUMS, tools=[add]).reward.tasks["mine"].scorers
+    assert scorer.kind == "last_number"
+    with pytest.raises(ConfigError, match="no column is a gold answer"):
+        from_python(model, rows, tools=[add])
+
+
 CAPITALS = """
 def capitals(prompts, completions, solution, hint=None, **columns):
     assert all(turns[-1]["role"] == "user" for turns in prompts) and hint[0] == "a city"

@@ -139,8 +139,10 @@ async def test_an_evaluation_counts_answers_that_are_why_they_have_no_score(tmp_
     reward.score = lambda item: {"r0": 1.0, "r1": "exception", "r2": "too_long", "r3": "timeout"}[item["response"]]
     scores = await delivery._request_scores(score_items(4))
     visit = make_visit("e", num_rollouts=4, pinned=START)
+    visit.completions += [make_completion(f"train-1-0/{n}", [5], "length") for n in range(4)]
     found = await delivery._evaluation_result(visit, [""] * 4, scores)
     assert (found.rewards, found.num_wrong, found.num_raised) == ([1.0, None, None, None], 1, 1)
+    del visit.completions[1:]
     for number, expected in enumerate([(None, None), (None, 1), (1, None), (None, None)]):
         greedy = await delivery._evaluation_result(visit, [""], scores[number : number + 1])
         assert (greedy.num_wrong, greedy.num_raised) == expected

@@ -57,10 +57,9 @@ def say(line: str) -> None:
 
 
 def _starting_model(folder: Path) -> Path:
-    from tba_cli.starter_models.starting_model import make_starting_model
+    from tests.support.chat_tokenizers import make_talking_model
 
-    make_starting_model(folder, seed=0, num_threads=1)
-    return folder
+    return make_talking_model(folder)
 
 
 if __name__ == "__main__":

@@ -38,16 +38,27 @@ from tests.system.chaos.supervisor import Component, Supervisor
 RUN = "chaos"
 BUCKET = "chaos"
 START_S = 120.0
+EPISODE_TURNS = 3
 ENDLESS = 1_000_000_000
 NEVER_EVICTS = {"max_rollouts": 50_000_000, "max_bytes": 1024**4}
 
 
 def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, Any]]:
-    """The quickstart in smaller batches, without an end, with bounds that are never reached."""
+    """Small batches of sums and conversations, without an end, with bounds that are never reached."""
     return {
         "run": {"name": RUN},
         "model": {"path": str(model), "dtype": "bfloat16"},  # in which deltas are small enough to pay
-        "data": {"generator": "addition", "num_train": 3000, "num_heldout": 128},
+        # sums of one turn, sums with a tool, and an environment of EPISODE_TURNS turns
+        "data": {"generator": "tests.support.environments:prompts", "num_train": 3000, "num_heldout": 129},
+        "environments": {
+            "talk": {
+                "environment": "tests.support.environments:Parity",
+                "settings": {"turns": EPISODE_TURNS},
+                "truncated_reward": 0.0,
+            },
+            "sum": {"tools": ["tests.support.environments:add"], "truncated_reward": 0.0},
+        },
+        "reward": {"tasks": {"sum": {"scorers": [{"kind": "exact"}]}}},
         "buffer": {"lease_s": 20.0, "batch_deadline_s": 20.0, **NEVER_EVICTS},
         "sampling": {
             "prompts_per_batch": 8,
@@ -61,8 +72,8 @@ def chaos_sections(model: Path, *, num_searchers: int) -> dict[str, dict[str, An
         "searcher": {
             "num_searchers": num_searchers,
             "num_slots": 16,
-            "max_prompt_tokens": 8,
-            "max_response_tokens": 5,
+            "max_prompt_tokens": 200,
+            "max_response_tokens": 12,
         },
         "objective": {"preset": "tba_prime", "beta": {"value": 0.2}, "anchor": "fixed"},
         "trainer": {"num_steps": ENDLESS, "sync_interval": 8, "checkpoint_interval": 40, "learning_rate": 2e-4},
@@ -188,7 +199,7 @@ class Deployment:
     def _recipe(self, model: Path) -> Recipe:
         document = chaos_sections(model, num_searchers=len(self.searchers))
         document["buffer"] |= {"port": self.ports.buffer, "redis_url": self.redis_url}
-        document["reward"] = {"port": self.ports.reward}
+        document["reward"] |= {"port": self.ports.reward}
         document["store"] |= {"endpoint_url": f"http://127.0.0.1:{self.ports.store}"}
         document["tracking"] = {"metrics_path": str(self.folder / "metrics.jsonl")}
         recipe = parse_recipe(document, where="chaos recipe")

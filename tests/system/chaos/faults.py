@@ -2,6 +2,7 @@
 
 a process      kill -9, SIGTERM, SIGSTOP for some seconds           of redis, buffer, reward, store, trainer, searcher
 a link         cut, deaf (both ways, one way), slow, reset half-way  between each pair that talks
+a worker       kill -9                                              of the processes that play a searcher's episodes
 the store      503, slow, answers lost, answers cut in half; files of weights with a flipped bit, with bytes missing,
                with the content of another delta; deltas or keyframes that are not there    at its relay
 Redis          refuses writes (maxmemory, no replica), disk full, appendonly switched off
@@ -9,6 +10,7 @@ Redis          refuses writes (maxmemory, no replica), disk full, appendonly swi
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import signal
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 from redis import Redis
 
+from tests.support.environments import worker_pids
 from tests.system.chaos import links
 from tests.system.chaos.deployment import Deployment
 
@@ -72,6 +75,7 @@ class HungError(Exception):
 def deck() -> list[Card]:
     cards = [Card(fault, place) for place in PROCESSES for fault in ("kill -9", "SIGTERM", "SIGSTOP")]
     cards.remove(Card("SIGTERM", "store"))  # it is stopped by SIGKILL (deploy/objectstore/Dockerfile)
+    cards.append(Card("kill -9", "worker"))
     cards += [Card(f"link {mode}", place) for place in LINKS for mode in links.FAULTS]
     cards += [Card(f"store {fault}", "store") for fault in STORE_FAULTS]
     return cards + [Card(fault, "redis") for fault in ("maxmemory", "no replica", "disk full", "appendonly no")]
@@ -89,15 +93,25 @@ def strike(card: Card, world: Deployment, rng: random.Random, hold_range_s: tupl
     elif card.fault == "SIGSTOP":
         component = world.supervisor.components[hit]
         begin, end = (lambda: component.send(signal.SIGSTOP)), (lambda: component.send(signal.SIGCONT))
-    elif card.fault in ("kill -9", "SIGTERM"):
+    elif card.place in PROCESSES and card.fault in ("kill -9", "SIGTERM"):
         number = signal.SIGKILL if card.fault == "kill -9" else signal.SIGTERM
         hold_s, down_s = 0.0, rng.uniform(0, DOWN_SHARE * hold_range_s[1])
         starts = world.supervisor.components[hit].num_starts
         begin = lambda: world.supervisor.strike(hit, number, down_s=down_s)  # noqa: E731
         end = lambda: _until_started(world, hit, starts)  # noqa: E731
+    elif card.place == "worker":
+        hit, hold_s = f"worker of {rng.choice(world.searchers)}", 0.0
+        begin, end = (lambda: _kill_worker(world, hit.rpartition(" ")[2])), (lambda: None)
     else:
         begin, end = _redis_fault(card.fault, world)
-    return Strike(card, hit, hold_s, begin, end, waits=card.fault in ("kill -9", "SIGTERM", "disk full"))
+    return Strike(
+        card,
+        hit,
+        hold_s,
+        begin,
+        end,
+        waits=card.fault in ("kill -9", "SIGTERM", "disk full") and card.place != "worker",
+    )
 
 
 def _set_links(world: Deployment, name: str, mode: str) -> None:
@@ -105,6 +119,14 @@ def _set_links(world: Deployment, name: str, mode: str) -> None:
     if name == "buffer-reward":
         world.set_link(f"{world.searchers[0]}-reward", "open" if mode == "open" else "cut")
     world.set_link(name, mode)
+
+
+def _kill_worker(world: Deployment, searcher: str) -> None:
+    """Kill a process that plays episodes of a searcher, in the middle of some."""
+    process = world.supervisor.components[searcher].process
+    found = [] if process is None else worker_pids(process.pid)
+    for pid in found[:1]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _spoil(world: Deployment, how: str | None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_model import make_tiny_model
+from tests.support.chat_tokenizers import make_talking_model
 from tests.system.chaos.campaign import run_campaign
 from tests.system.chaos.faults import Card
 from tests.system.chaos.table import survival_table
@@ -18,13 +18,15 @@ CARDS = [
     Card("link cut", "searcher-buffer"),
     Card("kill -9", "buffer"),
     Card("kill -9", "reward"),
+    Card("kill -9", "worker"),
+    Card("kill -9", "searcher"),
     Card("kill -9", "trainer"),
 ]
 
 
 @pytest.mark.timeout(1200)
 def test_a_run_survives_a_few_faults_with_everything_it_acknowledged(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "start")
+    model = make_talking_model(tmp_path / "start")
     lines: list[str] = []
     verdict, trials = run_campaign(
         tmp_path / "run",
@@ -40,6 +42,7 @@ def test_a_run_survives_a_few_faults_with_everything_it_acknowledged(tmp_path: P
     assert [trial.card for trial in trials] == CARDS
     assert all(trial.recovered_s is not None for trial in trials)
     assert verdict.counts["acknowledged rollouts"] == verdict.counts["stored"] > 0
+    assert verdict.counts["of those episodes"] > 0
     assert verdict.counts["acknowledged steps"] >= 3 * len(CARDS)
     assert {verdict.counts["process starts"][name] for name in ("redis", "buffer", "reward", "trainer")} == {2}
     assert "| kill -9 | redis | 1 (0) | 1 |" in survival_table(trials)

@@ -16,9 +16,10 @@ from typing import Any
 from redis import Redis
 
 from tba.api import LedgerEntry, RunInfo, Stats
+from tba.wire import Rollout, decode_rollouts
 from tba_cli.reports.ledger import batch_entries, ledger_lines
 from tests.support.buffer import SERVICE_PATHS
-from tests.system.chaos.deployment import RUN, Deployment
+from tests.system.chaos.deployment import EPISODE_TURNS, RUN, Deployment
 from tests.system.chaos.observer import DIGEST_BYTES, Acked, Observer
 
 CHECK_S = 120.0
@@ -68,6 +69,9 @@ def judge_rollouts(verdict: Verdict, observer: Observer, stored: Mapping[bytes, 
     verdict.expect(num_evicted == 0, f"{num_evicted} rollouts were evicted, and no bound was near")
     twice = observer.twice_new
     verdict.expect(not twice, f"{len(twice)} rollouts were acknowledged as new twice, for example {twice[:3]}")
+    played = [each for each in decode_rollouts([*stored.values()]) if isinstance(each, Rollout) and each.episode]
+    half = [each.rollout_id.hex() for each in played if is_half(each)]
+    verdict.expect(not half, f"{len(half)} stored episodes are not whole, for example {half[:3]}")
     counted = stats.rollouts_generated
     verdict.expect(counted == len(stored), f"{len(stored)} rollouts are stored, and the buffer counted {counted} new")
     verdict.expect(stats.num_rollouts == len(stored), f"the index holds {stats.num_rollouts}, Redis {len(stored)}")
@@ -76,11 +80,18 @@ def judge_rollouts(verdict: Verdict, observer: Observer, stored: Mapping[bytes, 
         "acknowledged rollouts": len(observer.rollouts),
         "of those pushed without a score": sum(digest is None for digest in observer.rollouts.values()),
         "stored": len(stored),
+        "of those episodes": len(played),
         "lost": len(lost),
         "pushed again (duplicates)": observer.outcomes["duplicate"],
         "refused": observer.outcomes["refused"],
         "failed scores": stats.num_failed,
     }
+
+
+def is_half(rollout: Rollout) -> bool:
+    """Return whether an episode that its environment ended lacks replies."""
+    episode = rollout.episode
+    return episode is not None and episode.stop_condition == "done" and rollout.num_replies != EPISODE_TURNS
 
 
 def judge_steps(verdict: Verdict, acks: list[Acked], entries: list[LedgerEntry]) -> None:

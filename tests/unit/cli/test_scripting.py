@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -15,15 +16,17 @@ import textwrap
 import xml
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 from xml.etree import ElementTree
 
 import datasets
 import pytest
+from pydantic import Field
 
 import tba
 from tba.api import Prompt
 from tba.config import load_recipe
+from tba.environments import tool_of
 from tba.errors import ConfigError
 from tba_cli.run_folder import RunFolder
 from tba_cli.scripting.inputs import Inputs, prepare
@@ -88,6 +91,37 @@ def test_a_dict_is_a_recipe_too():
     assert recipe.trainer.num_steps != 7, "overrides are passed on as they are"
 
 
+def buy(item: str) -> str:
+    """Buy an item."""
+    return item
+
+
+class Shop:
+    """A class of a module."""
+
+
+def test_an_environment_and_tools_are_for_every_task_of_the_prompts():
+    def sell(item: str) -> str:
+        """Sell an item."""
+        return item
+
+    others = [{**row, "prompt_id": row["prompt_id"] + "b", "task": "other"} for row in ROWS]
+    limit = "environments.mine.max_turns=3"
+    given = {"environment": Shop, "tools": [sell, "shop:pay"], "sets": ['run.name="x"', limit]}
+    inputs = prepared(prompts=ROWS + others, **given)
+    assert sorted(path.name for path in Path(inputs.recipe).parent.glob("own_*")) == ["own_sell.py"]
+    sections = load_recipe(inputs.recipe, sets=[limit]).environments
+    assert {name: (it.environment, it.tools, it.max_turns) for name, it in sections.items()} == {
+        "mine": (f"{__name__}:Shop", ["own_sell:sell", "shop:pay"], 3),
+        "other": (f"{__name__}:Shop", ["own_sell:sell", "shop:pay"], 16),
+    }
+    # tasks of the recipe, whose limits stay
+    document = {"run": {"name": "y"}, "model": {"path": "m"}, "data": {"sets": [{"task": "mine", "texts": ["a"]}]}}
+    document |= {"environments": {"mine": {"environment": "old:Old", "max_turns": 5}}}
+    (section,) = load_recipe(prepared(document, tools=[buy], sets=[limit]).recipe).environments.values()
+    assert (section.environment, section.tools, section.max_turns) == ("old:Old", [f"{__name__}:buy"], 5)
+
+
 def test_inputs_of_a_run_that_is_there_are_left_alone():
     folder = RunFolder(Path.cwd() / "runs" / "x")
     prepared(prompts=ROWS, rewards=[{"kind": "exact"}], sets=['run.name="x"'])
@@ -120,6 +154,12 @@ def test_rows_of_the_kinds_that_people_have(rows: Any):
         ({"rewards": lambda prompts: []}, "give a list of them"),
         ({"rewards": [{"kind": "no"}]}, "reward.tasks"),
         ({"objective": "no_such_preset"}, "objective.preset"),
+        ({"environment": 3}, "environment is a int and not a class"),
+        ({"environment": "no path"}, r"environments\.exact: environment 'no path' is not known"),
+        ({"tools": buy}, "tools is one tool; give a list"),
+        ({"tools": []}, "tools is empty"),
+        ({"tools": [Shop]}, r"tools\[0\] is a class \(Shop\) and not a function"),
+        ({"prompts": ROWS, "tools": [buy]}, r"environments\.mine has tools and no environment, and nothing scores"),
         ({"recipe": None, "prompts": ROWS}, "give either a recipe, or model and prompts"),
         ({"model": "m"}, "give either a recipe, or model and prompts"),
         ({"lora": True}, "lora goes with model"),
@@ -200,8 +240,11 @@ def test_the_function_of_the_page_is_written_with_its_imports(tmp_path: Path):
     assert right(answers, [row["answer"] for row in rows[:3]]) == [1.0, 0.0, 0.0]
 
 
-def in_notebook(source: str, name: str = "f", **outside: Any) -> Callable[..., Any]:
-    """Define a function as a cell of a notebook does."""
+OF_ENVIRONMENTS: Any = {"what": "environment", "may_be_class": True, "needs_types": True}
+
+
+def in_notebook(source: str, name: str = "f", **outside: Any) -> Any:
+    """Define a function or class as a cell of a notebook does."""
     text = textwrap.dedent(source)
     file = f"<cell {abs(hash(text))}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -210,13 +253,14 @@ def in_notebook(source: str, name: str = "f", **outside: Any) -> Callable[..., A
     return namespace[name]
 
 
-def imported(found: NamedFunction, folder: Path) -> Callable[..., Any]:
+def imported(found: NamedFunction, folder: Path) -> Any:
     assert found.source is not None
     (folder / found.file_name).write_text(found.source)
     spec = importlib.util.spec_from_file_location("own", folder / found.file_name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["own"] = module  # a dataclass looks there
     spec.loader.exec_module(module)
     return getattr(module, found.path.partition(":")[2])
 
@@ -268,6 +312,59 @@ def test_what_a_function_uses_of_modules_is_imported_there_too(tmp_path: Path):
     assert "import xml.etree.ElementTree\n" in str(inside.source)
     # the folder of this file, and none of the standard library
     assert found.import_folders == named(at_the_top, what="objective").import_folders
+
+
+CELL = '''
+@dataclass
+class Env(Base):
+    """Its module has no file, as that of a notebook."""
+
+    size: int = 2
+    limit: ClassVar[int] = size + 1
+
+    @property
+    def doubled(self) -> Private:
+        return self.size * 2
+
+    @doubled.setter
+    def doubled(self, value):
+        self.size = math.floor(value / 2)
+
+    def again(self) -> Env:
+        return Env(super().start(self.size))
+
+    def tool(self, item: Annotated[int, Field(ge=1)]) -> str:
+        """Take an item."""
+        return str(item)
+'''
+
+
+class Start:
+    def start(self, size: int) -> int:
+        return size + 1
+
+
+def test_a_class_of_a_notebook_is_written_with_the_types_of_its_tools(tmp_path: Path):
+    outside = {"dataclass": dataclasses.dataclass, "Base": Start, "math": math, "ClassVar": ClassVar}
+    outside |= {"Annotated": Annotated, "Field": Field, "Private": 3, "size": 9, "doubled": 9}
+    found = named(in_notebook(f"from __future__ import annotations\n{CELL}", "Env", **outside), **OF_ENVIRONMENTS)
+    assert (found.path, found.import_folders) == ("own_Env:Env", named(Start, **OF_ENVIRONMENTS).import_folders)
+    made = imported(found, tmp_path)()
+    made.doubled = 9.0
+    assert (made.size, made.again().size, made.limit) == (4, 5, 3)
+    assert tool_of(made.tool).schema["function"]["parameters"]["properties"]["item"]["minimum"] == 1
+    with pytest.raises(ConfigError, match=r"^environment: 'Env' uses 'Base', which is defined outside"):
+        named(
+            in_notebook(CELL, "Env", **outside | {"Base": in_notebook("class Base: x = 1", "Base")}), **OF_ENVIRONMENTS
+        )
+
+
+def test_the_types_of_a_tool_are_imported_and_those_of_a_scorer_are_not(tmp_path: Path):
+    source = 'def f(x: Literal["a", "b"]) -> Path:\n    """Do."""\n    return x'
+    function = in_notebook(f"from __future__ import annotations\n{source}", Literal=Literal, Path=Path)
+    assert "Literal" not in str(named(function, what="rewards[0]").source).partition("def f")[0]
+    written = imported(named(function, what="tools[0]", needs_types=True), tmp_path)
+    assert tool_of(written).schema["function"]["parameters"]["properties"]["x"]["enum"] == ["a", "b"]
 
 
 def test_any_other_name_from_outside_is_refused():

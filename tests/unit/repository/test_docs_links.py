@@ -67,3 +67,13 @@ def test_every_mention_of_a_page_leads_somewhere() -> None:
             if not _leads_somewhere(ROOT / name, anchor):
                 dead.append(f"{path.relative_to(ROOT)}: {mention}")
     assert dead == []
+
+
+def test_the_bugs_of_peers_have_tests() -> None:
+    """docs/adr/0058-episodes.md names a test for each; a test that is renamed or dropped shows here."""
+    named = set(re.findall(r"\btest_\w+", (ROOT / "docs/adr/0058-episodes.md").read_text()))
+    written = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert len(named) > 20
+    assert named <= written

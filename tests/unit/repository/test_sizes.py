@@ -53,6 +53,7 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         "prepare": [{"path": "models/a", "kind": "model"}, {"path": "data/b", "manual": "c"}],
         "reward": {"tasks": {"mine": {"scorers": [{"kind": "exact"}]}}},
         "data": {"sets": [{"data": {"answer": "gold", "steps": {"column": "s", "extract": "boxed"}}}]},
+        "environments": {"mine": {"environment": "m:C", "settings": {"a": 1}}, "other": {"tools": ["m:f"]}},
     }
     found = recipe_keys.keys_of(document)
     assert found == {
@@ -63,6 +64,7 @@ def test_a_recipe_sets_the_keys_that_it_names_however_they_are_written() -> None
         "reward.tasks.scorers.kind",
         "data.sets.data.column",
         "data.sets.data.extract",
+        *(f"environments.{name}" for name in ("environment", "settings", "tools")),
     }
     assert found <= recipe_keys.all_keys()
 

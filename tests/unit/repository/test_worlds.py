@@ -57,14 +57,22 @@ def assert_apart(contents: dict[str, set[Any]]) -> None:
 
 
 def test_every_world_has_a_recipe():
-    assert {path.parent.name for path in RECIPES} == {"chain", "gsm8k", "math", "redteam", "tally", "tldr"}
+    several_turns = {"calculator", "guess_number", "lookup"}
+    assert {path.parent.name for path in RECIPES} == {
+        "chain",
+        "gsm8k",
+        "math",
+        "redteam",
+        "tally",
+        "tldr",
+    } | several_turns
 
 
 def test_its_prompts_are_of_its_tasks_and_the_same_again(world: tuple[Path, Recipe]):
     _, recipe = world
     prompts = prompts_of(recipe)
     assert {prompt.split for prompt in prompts} == {"train", "heldout"}
-    assert {prompt.task for prompt in prompts} <= recipe.reward.tasks.keys()
+    assert {prompt.task for prompt in prompts} <= recipe.reward.tasks.keys() | recipe.environments.keys()
     assert prompts == prompts_of(recipe)
     texts = {split: {prompt.text for prompt in prompts if prompt.split == split} for split in ("train", "heldout")}
     assert len(prompts) == 2 or not texts["train"] & texts["heldout"]  # red-teaming has one prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_searcher.engines.engine import EngineError, EngineSettings, Request
+from tba_searcher.engines.engine import Completion, EngineError, EngineSettings, Request
+from tba_searcher.engines.torch.batch import ConversationCache
 from tba_searcher.engines.torch.engine import EmbeddedEngine, most_rows
 from tba_searcher.engines.torch.exactness import NUM_TOKENS, tried_length
 from tba_searcher.engines.weight_check import check_loaded, swap_weights
@@ -24,7 +26,18 @@ from tba.weights import LocalVersion, WeightVersions
 from tba.wire import Sampling
 from tests.support.broken_weights import BREAKS, break_weights
 from tests.support.chi_square import assert_follows
-from tests.support.engine_contract import MAX_PROMPT_TOKENS, V1, finish, make_request, make_requests, run_all, tokens_of
+from tests.support.engine_contract import (
+    MAX_PROMPT_TOKENS,
+    V1,
+    converse,
+    finish,
+    make_request,
+    make_requests,
+    next_turn,
+    num_new_tokens,
+    run_all,
+    tokens_of,
+)
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import EOS_ID, make_tiny_model, make_tiny_tokenizer
 
@@ -313,3 +326,181 @@ def test_the_check_of_decoding_leaves_the_random_stream_and_the_slots_alone(fold
     assert engine._generator.initial_seed() == 7
     assert torch.equal(engine._generator.get_state(), torch.Generator().manual_seed(7).get_state())
     assert (engine.num_active, engine.num_waiting, engine._ids) == (0, 0, set())
+
+
+# ---- Conversations -------------------------------------------------------------------------------------------------
+
+FAMILIES = ("llama", "qwen2", "qwen3_moe", "gpt_neox")
+OF_ONE_TOKEN: dict[str, Any] = {"max_response_tokens": 1, "eos_ids": (), "may_continue": True}
+
+
+def first_turns(num: int, *, temperature: float = 1.0, max_tokens: int = 4) -> list[Request]:
+    """Return requests with prompts of 1 to 6 tokens, no two alike."""
+    prompts = [tuple(range(3 + number, 4 + number + number % 6)) for number in range(num)]
+    limits = {"max_response_tokens": max_tokens, "eos_ids": ()}
+    return [make_request(str(n), prompt, Sampling.of(temperature), **limits) for n, prompt in enumerate(prompts)]
+
+
+def assert_exact(model: Any, turns: list[tuple[Request, Completion]], *, since: Any = START) -> None:
+    """Compare log-probs with passes over whole sequences, for the tokens that version `since` has sampled."""
+    for request, completion in turns:
+        expected = hf_logprobs(model, request, completion.response_tokens)
+        for span in completion.version_spans:
+            if span.version == since:
+                found = completion.sampler_logprobs[span.start : span.end]
+                np.testing.assert_allclose(found, expected[span.start : span.end], atol=1e-4, rtol=0)
+
+
+def one(engine: EmbeddedEngine, request: Request) -> tuple[Request, Completion]:
+    return request, run_all(engine, [request])[request.request_id]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_continued_turn_computes_its_new_tokens_alone_and_is_exact(tmp_path, family: Any, num_slots: int) -> None:
+    folder = make_tiny_model(tmp_path, 0, architecture=family)
+    engine = make_engine(folder, num_slots=num_slots)
+    turns = converse(engine, first_turns(6), num_turns=4)
+    assert_exact(hf_model(folder), turns)
+    assert engine.num_prefilled_tokens == num_new_tokens(turns)
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_conversation_beyond_a_window_is_exact(kind: str, tmp_path: Path) -> None:
+    engine = architecture_engine(tmp_path, kind, RIGHT[kind])
+    turns = converse(engine, first_turns(6), num_turns=4, max_new_tokens=3)
+    assert max(len(request.prompt_tokens) for request, _ in turns) > 20
+    assert_exact(hf_model(tmp_path), turns)
+    assert engine.num_prefilled_tokens == num_new_tokens(turns)
+
+
+def test_greedy_conversations_are_the_same_when_every_turn_is_computed_anew(folders) -> None:
+    found = {}
+    for keeps in (True, False):
+        engine = make_engine(folders["llama", False, 0], num_slots=3)
+        turns = converse(engine, first_turns(6, temperature=0.0), num_turns=4, keeps=keeps)
+        found[keeps] = {request.request_id: completion.response_tokens.tolist() for request, completion in turns}
+        whole = sum(len(request.prompt_tokens) for request, _ in turns)
+        assert engine.num_prefilled_tokens == (num_new_tokens(turns) if keeps else whole)
+    assert found[True] == found[False]
+
+
+def test_code_with_an_attention_of_its_own_computes_every_turn_anew(tmp_path) -> None:
+    engine = make_engine(make_gpt_neo(tmp_path, 0))
+    turns = converse(engine, first_turns(6), num_turns=4)
+    assert_exact(hf_model(tmp_path), turns)
+    assert engine.num_prefilled_tokens == sum(len(request.prompt_tokens) for request, _ in turns)
+
+
+def test_what_was_evicted_is_computed_anew(folders) -> None:
+    """Room for the 16 tokens of one slot, and four conversations that take turns in it."""
+    engine = make_engine(folders["llama", False, 0], num_slots=1, max_prompt_tokens=12, max_response_tokens=4)
+    begun = [one(engine, dataclasses.replace(each, may_continue=True)) for each in first_turns(4)]  # 4 + 5 + 6 + 7
+    before = engine.num_prefilled_tokens
+    turns = [one(engine, next_turn(*each, (5, 6), may_continue=False)) for each in begun]
+    assert_exact(hf_model(folders["llama", False, 0]), turns)
+    computed = [len(request.prompt_tokens) for request, _ in turns[:2]] + [3, 3]
+    assert engine.num_prefilled_tokens - before == sum(computed)
+
+
+def test_the_oldest_and_what_was_continued_make_room() -> None:
+    cache, prefix = ConversationCache(10), lambda name: (int(name),) * 4
+    requests = {name: make_request(name, (*prefix(name), 5), Sampling.of(1.0), continues=name) for name in "123"}
+
+    def keep(name: str, **fields: Any) -> set[str]:
+        request = dataclasses.replace(requests[name], continues=None, **fields)
+        cache.keep(request, prefix(name), torch.zeros(1))
+        return {name for name, request in requests.items() if cache.find(request) is not None}
+
+    assert [keep("1"), keep("2"), keep("2"), keep("3")] == [{"1"}, {"1", "2"}, {"1", "2"}, {"2", "3"}]
+    cache.keep(dataclasses.replace(requests["1"], continues="3"), prefix("1"), torch.zeros(1))
+    assert {name for name in "123" if cache.find(requests[name]) is not None} == {"1", "2"}
+    cache.clear()
+    assert [keep("1"), keep("2"), keep("3")] == [{"1"}, {"1", "2"}, {"2", "3"}]
+
+
+def test_new_weights_between_and_within_turns(folders, tmp_path) -> None:
+    old, new = (folders["llama", False, seed] for seed in (0, 1))
+    engine, tensors = make_engine(old, num_slots=3), named_tensors(new, tmp_path / "x")
+    first = [dataclasses.replace(each, may_continue=True) for each in first_turns(3, max_tokens=6)]
+    turns = [one(engine, request) for request in first]
+    for request, completion in turns:
+        engine.submit(next_turn(request, completion, (5, 6, 7)))
+    followed = {request.request_id: request for request in engine._waiting}
+    engine.step()
+    engine.step()
+    before = engine.num_prefilled_tokens
+    engine.load_weights([tensors], V1)  # within the second turn, which began with keys and values of the old weights
+    second = [(followed[each.request_id], each) for each in finish(engine)]
+    assert [span.version for _, each in second for span in each.version_spans] == [START, V1] * 3
+    assert engine.num_prefilled_tokens - before == sum(len(request.prompt_tokens) + 1 for request, _ in second)
+    before = engine.num_prefilled_tokens
+    third = [one(engine, next_turn(*each, (8, 9))) for each in second]
+    assert engine.num_prefilled_tokens - before == 3 * 3
+    engine.load_weights([tensors], V1)  # between two turns
+    before = engine.num_prefilled_tokens
+    fourth = [one(engine, next_turn(*each, (8, 9))) for each in third]
+    assert engine.num_prefilled_tokens - before == sum(len(request.prompt_tokens) for request, _ in fourth)
+    assert_exact(hf_model(old), [*turns, *second])
+    assert_exact(hf_model(new), [*second, *third, *fourth], since=V1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_computed"),
+    [
+        ((3, 4, 5, 6, 7, 8), 3),  # 3, 4, 5 are kept, and 6 is the last token of the response
+        ((3, 4, 5, 7, 7, 8), 3),  # nothing of it was computed, so another token may stand there
+        ((3, 4, 5, 6), 1),
+        ((3, 4, 9, 6, 7, 8), 6),
+        ((4, 4, 5, 6, 7, 8), 6),
+        ((3, 4, 5), 1),  # the prompt itself, whose prefix is shared as between rollouts
+        ((3,), 1),
+        ((7, 3, 4, 5, 6), 5),
+    ],
+)
+def test_kept_tokens_that_do_not_begin_the_prompt_are_not_used(folders, prompt, num_computed: int) -> None:
+    folder = folders["llama", False, 0]
+    engine = make_engine(folder)
+    run_all(engine, [make_request("first", (3, 4, 5), Sampling.of(1.0), **OF_ONE_TOKEN)])
+    before = engine.num_prefilled_tokens
+    turn = one(engine, make_request("second", prompt, Sampling.of(1.0), continues="first"))
+    assert engine.num_prefilled_tokens - before == num_computed
+    assert_exact(hf_model(folder), [turn])
+
+
+@pytest.mark.parametrize("fields", [{"may_continue": False}, {"request_id": "another"}, {"continues": "nobody"}])
+def test_only_the_request_that_is_named_is_continued_and_only_if_it_may_be(folders, fields: dict[str, Any]) -> None:
+    engine = make_engine(folders["llama", False, 0])
+    first = make_request("first", (3, 4, 5), Sampling.of(1.0), **OF_ONE_TOKEN)
+    run_all(engine, [dataclasses.replace(first, **fields)])
+    before = engine.num_prefilled_tokens
+    one(engine, make_request("second", (3, 4, 5, 6, 7), Sampling.of(1.0), continues="first"))
+    assert engine.num_prefilled_tokens - before == (2 if "continues" in fields else 5)
+
+
+def test_several_requests_may_continue_one(folders) -> None:
+    """In one round, beside the rollouts of a visit, which share the prefix of their prompt as ever."""
+    folder = folders["llama", False, 0]
+    engine = make_engine(folder)
+    first = one(engine, make_request("first", (3, 4, 5), Sampling.of(1.0), **OF_ONE_TOKEN))
+    before = engine.num_prefilled_tokens
+    requests = [next_turn(*first, (5 + n, 6), request_id=str(n), max_response_tokens=9) for n in range(3)]
+    requests += [make_request(f"of a visit {n}", (9, 8, 7, 6), Sampling.of(1.0)) for n in range(3)]
+    done = run_all(engine, requests)
+    assert engine.num_prefilled_tokens - before == 3 * 3 + 3 + 3
+    assert_exact(hf_model(folder), [(request, done[request.request_id]) for request in requests])
+
+
+def test_conversations_that_have_begun_go_first(folders) -> None:
+    engine = make_engine(folders["llama", False, 0], num_slots=1)
+    first = one(engine, make_request("first", (3, 4, 5), Sampling.of(1.0), **OF_ONE_TOKEN))
+    begun = [make_request(str(n), (9, 8 + n), Sampling.of(1.0)) for n in range(2)]
+    for request in (*begun, next_turn(*first, (5, 6)), next_turn(*first, (), request_id="false", prompt_tokens=(7,))):
+        engine.submit(request)
+    assert [each.request_id for each in finish(engine)] == ["first/2", "0", "1", "false"]
+
+
+def test_without_conversations_nothing_is_kept(folders) -> None:
+    engine = make_engine(folders["llama", False, 0])
+    run_all(engine, make_requests(12))
+    assert engine._conversations._kept == {}

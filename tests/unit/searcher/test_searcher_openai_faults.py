@@ -159,6 +159,18 @@ def test_a_response_that_the_server_breaks_off_goes_on(build: Build, server: Fak
     assert server.bodies[0]["seed"] != server.bodies[1]["seed"], "the same random numbers would be drawn twice"
 
 
+@pytest.mark.parametrize(("details", "num"), [(None, 3), ({"cached_tokens": None}, 3), ({"cached_tokens": 2}, 1)])
+def test_prompt_tokens_from_the_cache_of_a_server_that_says_so_are_not_counted(
+    build: Build, server: FakeServer, details: Any, num: int
+) -> None:
+    usage = {"prompt_tokens": 3, "prompt_tokens_details": details}
+    server.change = lambda path, body, answer: (answer[0], answer[1] | {"usage": usage})
+    engine = build()
+    engine.submit(REQUEST)
+    assert len(list(finish(engine))) == 1
+    assert engine.num_prefilled_tokens == num
+
+
 @pytest.mark.parametrize("failure", [None, (503, {}), (429, {})])
 def test_a_call_that_is_cut_off_is_made_once_more(build: Build, server: FakeServer, failure: Answer | None) -> None:
     engine, failures = build(), iter([failure])

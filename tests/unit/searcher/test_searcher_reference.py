@@ -25,6 +25,7 @@ from tba.wire import Rollout
 from tests.support.searcher_world import publish_version
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import make_recipe, make_rollout
+from tests.support.wire_values import conversation
 
 TEMPERATURE = 0.7
 
@@ -32,7 +33,8 @@ TEMPERATURE = 0.7
 def rollouts_of_many_lengths() -> list[Rollout]:
     rng = np.random.default_rng(5)
     sizes = [(int(rng.integers(1, 9)), int(rng.integers(1, 30))) for _ in range(24)]
-    return [make_rollout(rng, num_prompt_tokens=prompt, num_response_tokens=answer) for prompt, answer in sizes]
+    plain = [make_rollout(rng, num_prompt_tokens=prompt, num_response_tokens=answer) for prompt, answer in sizes]
+    return [*plain[:12], conversation(ref_logprob=None), *plain[12:]]
 
 
 def trainer_sums(folder: Path, rollouts: list[Rollout]) -> list[float]:
@@ -44,7 +46,7 @@ def trainer_sums(folder: Path, rollouts: list[Rollout]) -> list[float]:
 
 
 def searcher_sums(model: StartingModel, rollouts: list[Rollout]) -> list[float]:
-    return model.sums([r.prompt_tokens for r in rollouts], [r.response_tokens for r in rollouts])
+    return model.sums([rollout.sequences for rollout in rollouts])
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("qwen2", True), ("gpt_neox", False)])

@@ -81,7 +81,9 @@ def test_every_slot_decodes_at_its_rate(make_engine) -> None:
     engine, clock = make_engine(median=100)
     for number in range(4):
         engine.submit(request(str(number)))
+    assert engine.num_prefilled_tokens == 0
     assert [len(completion.response_tokens) for completion in finish(engine)] == [100] * 4
+    assert engine.num_prefilled_tokens == 4 * 2
     assert clock.now_s == pytest.approx(100 / simulated.TOKENS_PER_S)
 
 

@@ -143,9 +143,14 @@ def test_weights_that_are_never_staged_are_given_up(monkeypatch: pytest.MonkeyPa
     assert set(calls[1:]) == {"tba_is_staged"}
 
 
-def output_of(name: str, token: int, logprob: float | None, *, finish_reason: str | None = None) -> Any:
+def output_of(
+    name: str, token: int, logprob: float | None, *, finish_reason: str | None = None, num_computed: int | None = None
+) -> Any:
+    stats = None if num_computed is None else SimpleNamespace(num_computed_tokens=num_computed)
     logprobs = None if logprob is None else SimpleNamespace(logprobs=np.array([[logprob, -9.0]], np.float32))
-    return SimpleNamespace(request_id=name, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason)
+    return SimpleNamespace(
+        request_id=name, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish_reason, prefill_stats=stats
+    )
 
 
 def test_vllm_processes_no_token_that_nothing_needs() -> None:
@@ -160,7 +165,7 @@ def test_vllm_processes_no_token_that_nothing_needs() -> None:
     plain, stops, gone = (followed.follow(name, needs_text=name == "stops") for name in ("plain", "stops", "gone"))
     followed.forget("gone")
     for outputs in (
-        [output_of(name, 5, -1.5) for name in ("plain", "stops", "gone", "canary")],
+        [output_of(name, 5, -1.5, num_computed=8) for name in ("plain", "stops", "gone", "canary")],
         [output_of("plain", 6, -2.5, finish_reason="length"), output_of("stops", 7, None)],
     ):
         assert processor.process_outputs(outputs, 1.0, weight_version="w") == "1.0 w"
@@ -168,6 +173,7 @@ def test_vllm_processes_no_token_that_nothing_needs() -> None:
     assert seen[1:] == [[("plain", 6, True), ("stops", 7, True)]]
     found = [(each.tokens, each.logprobs) for each in (plain, stops, gone)]
     assert found == [([5, 6], [-1.5, -2.5]), ([5, 7], [-1.5]), ([], [])]
+    assert followed.num_prefilled_tokens == 16, "those of `plain` and `stops`: the canary is no prompt"
 
 
 # ---- The canary in steps: it ends, with log-probs or an error, and leaves no request behind --------------------------

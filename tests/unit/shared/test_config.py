@@ -136,6 +136,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "m", "warm_start": {"tasks": "addition"}}}, "did you mean 'task'"),
     ({"zzz": 1}, "unknown key 'zzz' .*; remove it or correct its name"),
     ({"searcher": {"tasks": {"gms8k": {"stop": ["x"]}}}}, r"searcher\.tasks\.gms8k .*did you mean 'gsm8k'\?"),
+    ({"environments": {"gms8k": {"tools": ["m:f"]}}}, r"environments\.gms8k has tools and .*did you mean 'gsm8k'\?"),
+    ({"environments": {"shop": {"max_turns": 3}}}, r"environments\.shop: it has no environment and no tools"),
     ({"trainer": ON_ONE_GPU}, r"trainer\.device is 'cuda:0'.*num_processes is 2; give 'cuda'"),
     ({"buffer": {"redis_password": "hunter2"}}, r"\(value not shown\); did you mean 'redis_password_file'\?$"),
     ({"buffer": {"port": 70000}}, r"key 'buffer\.port' has the value 70000: .*65535"),

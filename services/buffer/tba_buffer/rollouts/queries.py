@@ -120,7 +120,7 @@ class RolloutReader:
             (task, part): spec.factor
             for task, reward in context.recipe.reward.tasks.items()
             for part, spec in reward.parts.items()
-        }
+        } | {(task, "environment"): 1.0 for task in context.recipe.environments}
 
     async def page(self, request: PageRequest) -> RolloutPage:
         """Return one page; rollouts that are evicted while it is read are left out.

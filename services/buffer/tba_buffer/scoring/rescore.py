@@ -103,6 +103,7 @@ class RescoreJobs:
             # before anything is changed: without a reward every rollout of its task would become failed
             prompts = np.unique(index.column("prompt", index.rows_at(left)))
             scored_tasks = {self._task(self._catalog.ids[prompt]) for prompt in prompts}
+            scored_tasks -= self._context.recipe.paid_by_environment
             if known_tasks is not None and not scored_tasks <= known_tasks:
                 missing = ", ".join(sorted(scored_tasks - known_tasks))
                 raise ConflictError(

@@ -21,7 +21,7 @@ from tba.clients import RewardClient
 from tba.concurrency import in_thread
 from tba.errors import BadRequestError, WireError
 from tba.logs import get_logger
-from tba.wire import Rollout, encode_rollout, storable_parts
+from tba.wire import Rollout, encode_rollout, with_paid
 from tba_buffer.eviction.evictor import Evictor
 from tba_buffer.index.log import CHANGE_DTYPE, SCORED, STATUS_CODES
 from tba_buffer.index.log_follower import IndexView
@@ -323,6 +323,6 @@ def _scored(
     if score.reward is None:
         after = before.with_failure(score.reason)
     else:
-        parts = storable_parts(score.parts, score.reward, is_composite=is_composite)
-        after = before.with_reward(score.reward, score.version, parts)
+        reward, parts = with_paid(score.reward, score.parts, before.episode, is_composite=is_composite)
+        after = before.with_reward(reward, score.version, parts)
     return ScoredRollout(position, before, num_bytes_before, after, encode_rollout(after))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -166,11 +165,10 @@ def _call(items: Sequence[Item], params: Params) -> Any:
 
 def _note_place(error: BaseException, name: str) -> None:
     """Note FILE:LINE of the deepest call in the folder of the function's module: what a person can correct."""
-    folder = Path(plugins.find_module(name, what=WHAT).origin or "").parent
-    calls = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    place = plugins.place_of(error, name, what=WHAT)
     # in place of older notes: a function may raise the same object again and again; a frozen dataclass takes none
     with suppress(AttributeError):
-        error.__notes__ = [f"{file.name}:{line}" for file, line in calls if file.parent == folder][-1:]
+        error.__notes__ = [] if place is None else [place]
 
 
 def _is_conversational(item: Item) -> bool:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tba.api.prompts import checked_messages
+from tba.environments.protocol import Reply
 from tba.errors import ConfigError
-from tba.wire.sequences import Origin, ParseStatus, Role, Segment
+from tba.wire.sequences import Origin, Role, Segment
 
 Messages = Sequence[Mapping[str, Any]]
 """In the format of OpenAI: `role`, `content`, and for some `tool_calls`, `name`, `tool_call_id`."""
@@ -41,35 +42,6 @@ class Rendering:
 
     tokens: tuple[int, ...]
     segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One tool call that a reply tried to make. Only a call with the status `ok` may be executed."""
-
-    raw: str
-    """The text between the marks of the call."""
-    status: ParseStatus
-    name: str | None = None
-    arguments: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A reply of the policy, parsed."""
-
-    content: str
-    reasoning: str | None
-    """Text between the marks of thinking; None without them."""
-    tool_calls: tuple[ToolCall, ...]
-
-    @property
-    def parse_status(self) -> ParseStatus | None:
-        """The status of the first call that failed, else `ok`; None without calls."""
-        for call in self.tool_calls:
-            if call.status != "ok":
-                return call.status
-        return "ok" if self.tool_calls else None
 
 
 class ChatRenderer(Protocol):

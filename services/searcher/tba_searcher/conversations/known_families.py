@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from tba.environments.protocol import Reply, ToolCall
+from tba.fields import ParseStatus
 from tba.logs import get_logger
-from tba.wire.sequences import Origin, ParseStatus, Role
+from tba.wire.sequences import Origin, Role
 from tba_searcher.conversations.chat import (
     ChatRenderer,
     Messages,
     RenderError,
     Rendering,
-    Reply,
-    ToolCall,
     Tools,
     checked,
     role_of,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Set
 from typing import Any
 
-from tba_searcher.conversations.chat import Reply, ToolCall
+from tba.environments.protocol import Reply, ToolCall
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

@@ -17,13 +17,13 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from tba.environments.protocol import Reply
 from tba.logs import get_logger
 from tba.wire.sequences import Origin, Role
 from tba_searcher.conversations.chat import (
     Messages,
     RenderError,
     Rendering,
-    Reply,
     Tools,
     checked,
     role_of,

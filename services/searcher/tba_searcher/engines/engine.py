@@ -65,6 +65,11 @@ class Request:
     """Token ids that end a response. The one that was sampled stays in the response."""
     min_response_tokens: int = 0
     """While the response has fewer tokens, eos ids have probability 0, and stop strings do not end the response."""
+    continues: str | None = None
+    """Id of the request whose tokens this prompt begins with, in a conversation; an engine may use its keys and values
+    again."""
+    may_continue: bool = False
+    """Whether another request may continue this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,6 +186,12 @@ class Engine(Protocol):
     @property
     def num_waiting(self) -> int:
         """Number of submitted requests that have no slot yet."""
+        ...
+
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of prompt tokens whose keys and values were computed since the engine began; tokens taken from a cache
+        are not counted."""
         ...
 
     def submit(self, request: Request) -> None:

@@ -87,7 +87,7 @@ class SimulatedEngine:
         self._plain_ids = np.setdiff1d(ids, self.default_eos_ids)
         self._waiting: dict[str, Request] = {}
         self._active: dict[str, _Asked] = {}
-        self.num_slots = settings.num_slots
+        self.num_slots, self.num_prefilled_tokens = settings.num_slots, 0
         # the tensors are read as a real engine reads them: a rehearsal has to show damaged files and slow disks
         self.version, self._params_sha256 = version, params_sha256_of_files(tensors_paths)
 
@@ -116,6 +116,7 @@ class SimulatedEngine:
         """Sleep as long as decoding up to `TOKENS_PER_STEP` tokens per request takes (see `Engine.step`)."""
         for request_id in list(self._waiting)[: self.num_slots - self.num_active]:
             request = self._waiting.pop(request_id)
+            self.num_prefilled_tokens += len(request.prompt_tokens)
             seed, name = request.sampling.seed, f"{self._settings.seed}|{request_id}"
             source = (name if seed is None else f"{seed}|{request.prompt_tokens}").encode()
             rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(source, digest_size=16).digest(), "big"))

@@ -126,6 +126,14 @@ class TextCodec:
             self._renderers[key] = open_renderer(self._tokenizer, template_kwargs, self.eos_ids)
         return self._renderers[key]
 
+    def cut(self, text: str, max_tokens: int) -> str:
+        """Return a text with at most `max_tokens` tokens, and behind them how many it had."""
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) <= max_tokens:
+            return text
+        (kept,) = self._decode([ids[:max_tokens]])
+        return f"{kept.rstrip(_UNFINISHED)}\n[cut: {max_tokens} of {len(ids)} tokens]"
+
     def decode_responses(self, completions: Sequence[Completion]) -> list[str]:
         """Return the text of each response."""
         tokens = [c.response_tokens.tolist() for c in completions]

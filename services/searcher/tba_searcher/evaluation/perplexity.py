@@ -16,6 +16,7 @@ from tba.config import Recipe
 from tba.errors import ConfigError
 from tba.evaluation.evaluation_job import Estimate
 from tba.evaluation.statistics import exp_of_ratio, finite_exp, mean_of_prompts
+from tba.wire import single_turn
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.engines.torch.reference_logprobs import StartingModel
 from tba_searcher.evaluation.answers import Answer, Answers, OnProgress
@@ -43,7 +44,10 @@ def measure_likelihoods(recipe: Recipe, folder: Path, answers: Answers, *, on_pr
     for at in range(0, len(answers.answers), PART_ANSWERS):
         part = answers.answers[at : at + PART_ANSWERS]
         # in parts, so that progress is seen; the model itself cuts them into passes
-        sums = model.sums([answers.prompt_tokens[answer.prompt] for answer in part], [answer.tokens for answer in part])
+        prompts = [answers.prompt_tokens[answer.prompt] for answer in part]
+        sums = model.sums(
+            [single_turn(*pair, "stop") for pair in zip(prompts, (each.tokens for each in part), strict=True)]
+        )
         for answer, value in zip(part, sums, strict=True):
             answer.nll = -value if math.isfinite(value) else None
         on_progress(f"{at + len(part)} of {len(answers.answers)} completions under the starting model")

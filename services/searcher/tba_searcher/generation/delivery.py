@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tba.api import EvalResult, EvalResults, PushReply, ScoreItem, ScoreReply, ScoreResult
 from tba.api.scores import ANSWER_REASONS, AWAY_REASONS, HANG_REASONS, MAX_SCORE_ITEMS
@@ -30,8 +33,12 @@ from tba.errors import BadReplyError, BadRequestError, ConflictError, NotFoundEr
 from tba.fields import is_bounded
 from tba.logs import get_logger
 from tba.versions import START
-from tba.wire import RefLogprob, Rollout, encode_rollout, float32_bytes, new_rollout_id, single_turn, storable_parts
+from tba.wire import RefLogprob, Rollout, encode_rollout, float32_bytes, new_rollout_id, single_turn
+from tba.wire.rollout import RewardStatus, with_paid
+from tba.wire.sequences import Episode, TokenSequence
+from tba_searcher.engines.engine import Completion
 from tba_searcher.engines.tokenizer import Codec
+from tba_searcher.episodes.conversation import PlayedEpisode
 from tba_searcher.generation.evaluation_results import Embedder, failed_result, result_of
 from tba_searcher.generation.status import SearcherStatus
 from tba_searcher.generation.visits import Visit
@@ -73,6 +80,48 @@ class _ScoredVisit:
     """The result of an evaluation."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    """The fields of a rollout that say what it was worth."""
+
+    status: RewardStatus
+    reason: str | None = None
+    reward: float | None = None
+    version: str | None = None
+    parts: dict[str, float] | None = None
+
+
+def is_storable(completion: Completion | PlayedEpisode) -> bool:
+    """Return whether there is something to store: an episode may have failed before its first reply."""
+    return isinstance(completion, Completion) or bool(completion.sequences)
+
+
+def known_reward(
+    completion: Completion | PlayedEpisode, score: ScoreResult | str | None, *, is_asked: bool
+) -> float | None:
+    """Return what a completion of an evaluation is worth: its score, and what its environment paid."""
+    known = score.reward if isinstance(score, ScoreResult) else None
+    if isinstance(completion, Completion) or completion.failure is not None or (is_asked and known is None):
+        return known
+    paid = completion.episode.paid
+    return paid if known is None else known + (paid or 0.0)
+
+
+def last_reply_of(completion: Completion | PlayedEpisode) -> NDArray[np.int32]:
+    """Return the tokens of the last reply, which is the response that scorers read."""
+    if isinstance(completion, Completion):
+        return completion.response_tokens
+    start, end = completion.sequences[-1].trained_spans[-1]
+    return completion.sequences[-1].tokens[start:end]
+
+
+def sequences_of(visit: Visit, completion: Completion | PlayedEpisode) -> tuple[TokenSequence, ...]:
+    """Return the token sequences of a completion."""
+    if isinstance(completion, PlayedEpisode):
+        return completion.sequences
+    return single_turn(visit.prompt_tokens, completion.response_tokens, completion.finish_reason)
+
+
 class Delivery:
     """Scores and pushes complete visits.
 
@@ -97,6 +146,8 @@ class Delivery:
         self._recipe, self._buffer, self._reward = recipe, buffer, reward
         self._codec, self._embedder, self._reference, self._status = codec, embedder, reference, status
         self.on_reply: Callable[[PushReply], None] | None = None
+        self.on_short: Callable[[Visit], Awaitable[None]] | None = None
+        """Called when a training visit is pushed with fewer rollouts than its lease asks for."""
         self._complete: asyncio.Queue[Visit] = asyncio.Queue()
         self._scored: asyncio.Queue[_ScoredVisit] = asyncio.Queue()
         self._open: set[str] = set()
@@ -125,8 +176,10 @@ class Delivery:
 
     def put(self, visit: Visit) -> None:
         """Queue a visit for scoring and delivery: it is complete, or cut short with at least one completion."""
+        num = sum(is_storable(each) for each in visit.completions)
+        self._status.counts["rollouts_generated"] += num
         if visit.pinned is None:
-            self._status.num_unpushed += len(visit.completions)
+            self._status.num_unpushed += num
         self._open.add(visit.lease.lease_id)
         self._unscored[visit.lease.lease_id] = visit
         self._complete.put_nowait(visit)
@@ -173,12 +226,16 @@ class Delivery:
                 batch.append(self._scored.get_nowait())
             await self._push([payload for item in batch for payload in item.payloads])
             await self._report([(item.visit, item.result) for item in batch if item.result is not None])
+            for visit in (item.visit for item in batch if item.visit.pinned is None):
+                if self.on_short is not None and not all(map(is_storable, visit.completions)):
+                    await self.on_short(visit)
             self._open.difference_update(item.visit.lease.lease_id for item in batch)
 
     async def _score(self, visits: list[Visit], *, alone: bool = False) -> None:
         completions = [completion for visit in visits for completion in visit.completions]
         visit_of_completion = [visit for visit in visits for _ in visit.completions]
-        texts = self._codec.decode_responses(completions)
+        plain = iter(self._codec.decode_responses([each for each in completions if isinstance(each, Completion)]))
+        texts = [next(plain) if isinstance(each, Completion) else each.text for each in completions]
         # made once, before any retry: the buffer recognises a rollout that comes twice by its id
         ids = [new_rollout_id() for _ in completions]
         items = [
@@ -190,17 +247,20 @@ class Delivery:
                 data=visit.lease.prompt.data,
                 finish_reason=completion.finish_reason,
                 # only Python functions take tokens (as `completion_ids`)
-                response_tokens=completion.response_tokens.tolist()
+                response_tokens=last_reply_of(completion).tolist()
                 if visit.lease.prompt.task in self._token_tasks
                 else None,
             )
             for visit, completion, text, rollout_id in zip(visit_of_completion, completions, texts, ids, strict=True)
+            if self._asks_scorers(visit, completion)
         ]
-        scores = await self._scores_in_time(items, None if alone else max(MIN_SLOW_S, 2 * self._longest_s))
-        if scores is None:
+        found = await self._scores_in_time(items, None if alone else max(MIN_SLOW_S, 2 * self._longest_s))
+        if found is None:
             for visit in visits:
                 self._alone.put_nowait(visit)
             return
+        by_id = dict(zip((item.item_id for item in items), found, strict=True))
+        scores = [by_id.get(rollout_id.hex()) for rollout_id in ids]
         start = end = 0
         for visit in visits:
             start, end = end, end + len(visit.completions)
@@ -218,8 +278,9 @@ class Delivery:
             if visit.pinned is None:
                 refs = await self._ref_logprobs(visit)
                 rollouts = [
-                    self._rollout(visit, i - start, ids[i], texts[i], scores[i], refs[i - start])
+                    self._rollout(visit, completions[i], ids[i], texts[i], scores[i], refs[i - start])
                     for i in range(start, end)
+                    if is_storable(completions[i])
                 ]
                 scored = _ScoredVisit(visit, [encode_rollout(rollout) for rollout in rollouts])
             else:
@@ -232,6 +293,8 @@ class Delivery:
 
     async def _scores_in_time(self, items: list[ScoreItem], slow_s: float | None) -> list[ScoreResult | str] | None:
         """Return one result per item as `_request_scores` does. After `slow_s` cancel the request and return None."""
+        if not items:
+            return []
         begin_s, request = time.monotonic(), asyncio.ensure_future(self._request_all_scores(items))
         try:
             if not (await asyncio.wait({request}, timeout=slow_s))[0]:
@@ -297,10 +360,13 @@ class Delivery:
         return [reason] * len(items)
 
     async def _evaluation_result(
-        self, visit: Visit, texts: list[str], scores: Sequence[ScoreResult | str]
+        self, visit: Visit, texts: list[str], scores: Sequence[ScoreResult | str | None]
     ) -> EvalResult:
-        rewards = [score.reward if isinstance(score, ScoreResult) else None for score in scores]
-        reasons = [score if isinstance(score, str) else score.error and score.error.reason for score in scores]
+        rewards = [
+            known_reward(each, score, is_asked=self._asks_scorers(visit, each))
+            for each, score in zip(visit.completions, scores, strict=True)
+        ]
+        reasons = [score.error.reason for score in scores if isinstance(score, ScoreResult) and score.error]
         found = await in_thread(lambda: result_of(visit, texts, rewards, embedder=self._embedder))
         num_wrong, num_raised = sum(reason in ANSWER_REASONS for reason in reasons), reasons.count("exception")
         return found.model_copy(update={"num_wrong": num_wrong or None, "num_raised": num_raised or None})
@@ -309,9 +375,8 @@ class Delivery:
         """Return the ref log-prob of every completion; None if the sum is not a bounded number."""
         if self._reference is None:
             return [None] * len(visit.completions)
-        responses = [completion.response_tokens for completion in visit.completions]
-        reference, prompts = self._reference, [visit.prompt_tokens] * len(responses)
-        sums = await in_thread(lambda: reference.sums(prompts, responses))
+        reference, sequences = self._reference, [sequences_of(visit, each) for each in visit.completions]
+        sums = await in_thread(lambda: reference.sums(sequences))
         unknown = [value for value in sums if not is_bounded(value)]
         if unknown:
             # the rollout is pushed without one, and the trainer refuses it
@@ -322,50 +387,75 @@ class Delivery:
     def _rollout(
         self,
         visit: Visit,
-        index: int,
+        completion: Completion | PlayedEpisode,
         rollout_id: bytes,
         text: str,
-        score: ScoreResult | str,
+        score: ScoreResult | str | None,
         ref_logprob: RefLogprob | None,
     ) -> Rollout:
-        completion, lease = visit.completions[index], visit.lease
-        parts: dict[str, float] | None = None
-        if isinstance(score, str):
-            status, reason, reward, reward_version = "pending", score, None, None
-        elif score.error is not None and score.error.reason in AWAY_REASONS:
-            # a scorer that is away says nothing about the response: the buffer scores it later
-            self._status.counts["scores_pending"] += 1
-            reason = f"{score.error.reason}: {score.error.detail}"
-            status, reward, reward_version = "pending", None, None
-        elif score.error is not None or score.reward is None:
-            self._status.counts["scores_failed"] += 1
-            detail = f"{score.error.reason}: {score.error.detail}" if score.error else "no reward in the reply"
-            status, reason, reward, reward_version = "failed", detail, None, score.reward_version
-        else:
-            status, reason, reward, reward_version = "scored", None, score.reward, score.reward_version or "unknown"
-            is_composite = self._recipe.reward.is_composite(lease.prompt.task)
-            parts = storable_parts(score.parts, reward, is_composite=is_composite)
+        lease, reward = visit.lease, self._reward_of(visit, completion, score)
         return Rollout(
             rollout_id=rollout_id,
             run=self._recipe.run.name,
             task=lease.prompt.task,
             prompt_id=lease.prompt.prompt_id,
             visit_id=lease.visit_id,
-            sequences=single_turn(visit.prompt_tokens, completion.response_tokens, completion.finish_reason),
+            sequences=sequences_of(visit, completion),
             response_text=text,
             version_spans=completion.version_spans,
             sampling=completion.sampling,
             logprob_bytes=float32_bytes(completion.sampler_logprobs),
             ref_logprob=ref_logprob,
-            reward=reward,
-            reward_status=status,
-            reward_reason=reason,
-            reward_version=reward_version,
-            reward_parts=parts,
+            reward=reward.reward,
+            reward_status=reward.status,
+            reward_reason=reward.reason,
+            reward_version=reward.version,
+            reward_parts=reward.parts,
             searcher_id=self._status.searcher_id,
             started_at_s=completion.started_at_s,
             finished_at_s=completion.finished_at_s,
+            episode=completion.episode if isinstance(completion, PlayedEpisode) else None,
         )
+
+    def _asks_scorers(self, visit: Visit, completion: Completion | PlayedEpisode) -> bool:
+        """Return whether the reward service is asked about a completion."""
+        if isinstance(completion, Completion):
+            return True
+        task = visit.lease.prompt.task
+        is_scored = task not in self._recipe.paid_by_environment
+        return is_scored and is_storable(completion) and completion.failure is None
+
+    def _reward_of(
+        self, visit: Visit, completion: Completion | PlayedEpisode, score: ScoreResult | str | None
+    ) -> _Reward:
+        """Return the reward of a completion: what its environment paid, and the score that was asked for."""
+        if isinstance(completion, PlayedEpisode):
+            failure, paid = completion.failure, completion.episode.paid
+            if failure is None and score is None and paid is None:
+                failure = "environment score: it has paid nothing, and its task has no scorer"
+            if failure is not None:
+                self._status.counts["scores_failed"] += not completion.episode.is_truncated
+                return _Reward("failed", failure)
+            if score is None:
+                return _Reward("scored", reward=paid, version=completion.episode.environment_version)
+        assert score is not None
+        return self._score_of(visit, score, completion.episode if isinstance(completion, PlayedEpisode) else None)
+
+    def _score_of(self, visit: Visit, score: ScoreResult | str, episode: Episode | None) -> _Reward:
+        """Return a score of the reward service, and what the environment paid, as a reward."""
+        if isinstance(score, str):
+            return _Reward("pending", score)
+        if score.error is not None and score.error.reason in AWAY_REASONS:
+            # a scorer that is away says nothing about the response: the buffer scores it later
+            self._status.counts["scores_pending"] += 1
+            return _Reward("pending", f"{score.error.reason}: {score.error.detail}")
+        if score.error is not None or score.reward is None:
+            self._status.counts["scores_failed"] += 1
+            detail = f"{score.error.reason}: {score.error.detail}" if score.error else "no reward in the reply"
+            return _Reward("failed", detail, version=score.reward_version)
+        is_composite = self._recipe.reward.is_composite(visit.lease.prompt.task)
+        reward, parts = with_paid(score.reward, score.parts, episode, is_composite=is_composite)
+        return _Reward("scored", reward=reward, version=score.reward_version or "unknown", parts=parts)
 
     async def _push(self, payloads: list[bytes]) -> None:
         pushes = split_into_pushes(

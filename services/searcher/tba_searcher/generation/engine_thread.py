@@ -40,6 +40,8 @@ class EngineStep:
     requests: Sequence[Request]
     aborts: Sequence[str] = ()
     """Ids of the requests to abort."""
+    returns_early: bool = False
+    """Whether the step ends with the first completions that leave a slot idle: episodes answer them with requests."""
 
 
 @dataclass(slots=True)
@@ -145,7 +147,8 @@ def run_step(engine: Engine, step: EngineStep, current: LocalVersion) -> StepRes
         until = time.monotonic() + STEP_S
         while engine.num_active + engine.num_waiting:
             result.completions += engine.step()
-            if time.monotonic() > until:
+            is_idle = step.returns_early and result.completions and not engine.num_waiting
+            if is_idle or time.monotonic() > until:
                 break
     except EngineDiedError as error:
         result.died = error

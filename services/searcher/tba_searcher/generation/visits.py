@@ -35,6 +35,8 @@ from tba.logs import get_logger
 from tba.versions import PolicyVersion
 from tba.wire import Sampling
 from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.episodes.conversation import PlayedEpisode
+from tba_searcher.episodes.runner import EpisodeRunner
 from tba_searcher.generation.status import SearcherStatus
 
 _DEFAULT_SAMPLING = TaskSampling()
@@ -53,7 +55,7 @@ class Visit:
     pinned: PolicyVersion | None
     """The version that an evaluation must be sampled with; None in training."""
     num_submitted: int = 0
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[Completion | PlayedEpisode] = field(default_factory=list)
 
     def request_ids(self) -> list[str]:
         """Return the ids of the requests submitted so far."""
@@ -63,8 +65,16 @@ class Visit:
 class WorkQueue:
     """The visits that are queued or being sampled."""
 
-    def __init__(self, settings: SearcherSection, *, run_seed: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        settings: SearcherSection,
+        *,
+        run_seed: int,
+        eos_ids: tuple[int, ...],
+        episodes: EpisodeRunner | None = None,
+    ) -> None:
         self._settings, self._run_seed, self._eos_ids = settings, run_seed, eos_ids
+        self.episodes = episodes
         # two queues: evaluations go first, and must not stand behind training visits
         self._queues: dict[bool, deque[Visit]] = {True: deque(), False: deque()}  # evaluation? -> not fully submitted
         self._open: dict[str, Visit] = {}  # by lease id, in order of arrival
@@ -97,16 +107,28 @@ class WorkQueue:
         return self._open.get(request_id.rpartition("/")[0])
 
     def take_requests(self, max_requests: int, *, pinned: PolicyVersion | None) -> list[Request]:
-        """Remove and return the next requests of evaluations that pin version `pinned`; None: of training visits."""
-        queue, requests = self._queues[pinned is not None], []
+        """Remove and return the next requests of evaluations that pin version `pinned`; None: of training visits.
+
+        Episodes begin here too; turns of those that are open come first.
+        """
+        queue, requests, num_begun = self._queues[pinned is not None], list[Request](), 0
+        if self.episodes is not None:
+            requests, num_begun = self.episodes.take_turns(max_requests, pinned=pinned), self.episodes.num_resetting
         for visit in list(queue):
             if pinned is not None and visit.pinned != pinned:
                 continue
+            episodes = self.episodes if self.episodes and self.episodes.plays(visit.lease.prompt.task) else None
             while visit.num_submitted < visit.lease.num_rollouts and len(requests) < max_requests:
-                requests.append(self._request(visit))
+                if episodes is None:
+                    requests.append(self._request(visit))
+                    continue
+                if len(requests) + num_begun >= max_requests or not episodes.has_room(pinned):
+                    break
+                episodes.begin(visit.lease.lease_id, visit.lease.prompt, self._request(visit), visit.pinned)
+                num_begun += 1
             if visit.num_submitted == visit.lease.num_rollouts:
                 queue.remove(visit)
-            if len(requests) == max_requests:
+            if len(requests) >= max_requests:
                 break
         return requests
 
@@ -115,17 +137,29 @@ class WorkQueue:
         visit = self.visit_of(completion.request_id)
         if visit is None:  # dropped while the engine was decoding it
             return None
-        visit.completions.append(completion)
+        if self.episodes is not None and self.episodes.plays(visit.lease.prompt.task):
+            self.episodes.settle(completion)  # one reply of several
+            return None
+        return self.add_outcome(visit, completion)
+
+    def add_outcome(self, visit: Visit, outcome: Completion | PlayedEpisode) -> Visit | None:
+        """Add what one of its requests or episodes has become to a visit; return the visit if that completes it."""
+        visit.completions.append(outcome)
         is_complete = len(visit.completions) >= visit.lease.num_rollouts
         return self._open.pop(visit.lease.lease_id) if is_complete else None
 
-    def drop(self, visits: Iterable[Visit]) -> None:
-        """Remove visits from the queue; the caller must return their leases."""
+    def drop(self, visits: Iterable[Visit]) -> list[str]:
+        """Remove visits from the queue; the caller must return their leases, and abort the requests returned here."""
+        request_ids = list[str]()
         for visit in visits:
+            request_ids += visit.request_ids()
+            if self.episodes is not None:
+                request_ids += self.episodes.cancel(visit.lease.lease_id)
             self._open.pop(visit.lease.lease_id, None)
             queue = self._queues[visit.pinned is not None]
             if visit in queue:
                 queue.remove(visit)
+        return request_ids
 
     def _request(self, visit: Visit) -> Request:
         visit.num_submitted += 1

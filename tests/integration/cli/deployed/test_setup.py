@@ -82,7 +82,9 @@ def test_a_task_that_nothing_scores_stops_setup_before_a_prompt_is_uploaded(read
     path.write_text("\n".join(map(json.dumps, rows)))
     recipe = ready.write("unscored", data={"generator": None, "path": str(path)})
     assert setup(recipe, "--only", "prompts") == 2
-    assert "has the task 'juggling', which no reward scores; the reward service knows" in capsys.readouterr().err
+    assert (
+        "has the task 'juggling', which no reward scores and no environment plays; known are" in capsys.readouterr().err
+    )
     client = BufferClient(ready.document["buffer"]["url"], token=TOKENS["viewer"])
     assert client.stats().num_prompts_train == 40
     client.close()

@@ -108,7 +108,7 @@ class OpenAiEngine:
         self, folder: Path, tensors_paths: Sequence[Path], version: PolicyVersion, settings: OpenAiSettings
     ) -> None:
         self._settings, self._folder = settings, folder
-        self.num_slots, self.version = settings.num_slots, version
+        self.num_slots, self.version, self.num_prefilled_tokens = settings.num_slots, version, 0
         from transformers import AutoConfig, GenerationConfig
 
         files: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
@@ -297,6 +297,7 @@ class OpenAiEngine:
             self._failure = f"{self._server.base_url} answered request {request.request_id} with {problem}"
             return
         entry.is_resent = False
+        self.num_prefilled_tokens += max(0, len(request.prompt_tokens) + start - piece.num_cached_tokens)
         entry.tokens += piece.tokens
         entry.logprobs += piece.logprobs
         completes_stop, stops = piece.completes_stop, request.sampling.stop

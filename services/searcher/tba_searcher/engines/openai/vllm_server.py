@@ -72,6 +72,8 @@ class Piece:
     logprobs: list[float]
     completes_stop: bool
     """Whether the last token completed a stop string, in the text of this piece alone."""
+    num_cached_tokens: int = 0
+    """Prompt tokens from the server's prefix cache; 0 if it does not say (`--enable-prompt-tokens-details`)."""
 
 
 class _Logprobs(StrictModel):
@@ -90,8 +92,17 @@ class _Choice(StrictModel):
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
+class _PromptDetails(StrictModel):
+    cached_tokens: int | None = None
+
+
+class _Usage(StrictModel):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Completions(StrictModel):
     choices: list[_Choice] = Field(min_length=1, max_length=1)
+    usage: _Usage | None = None
 
 
 class _WorldSize(StrictModel):
@@ -228,7 +239,7 @@ class VllmServer(ServiceClient):
         """Return the log-probs [R] at temperature 1 of a given response."""
         tokens = [*prompt_tokens, *response_tokens]
         # one token must be sampled, and is not looked at
-        choice = self._choice(prompt=tokens, temperature=0, max_tokens=1, prompt_logprobs=0)
+        choice = self._answer(prompt=tokens, temperature=0, max_tokens=1, prompt_logprobs=0).choices[0]
         rows = (choice.prompt_logprobs or [])[len(prompt_tokens) :]
         if len(rows) != len(response_tokens):
             raise BadReplyError(f"{self.base_url} gives no log-probs of prompts (prompt_logprobs)")
@@ -263,16 +274,18 @@ class VllmServer(ServiceClient):
         self._post("/update_weight_version", {"new_version": label})
 
     def _complete(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> Piece:
-        choice = self._choice(timeout_s=timeout_s, **body)
+        answer = self._answer(timeout_s=timeout_s, **body)
+        choice = answer.choices[0]
         logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
         if len(logprobs) != len(choice.token_ids):
             raise BadReplyError(
                 f"{self.base_url} gives {len(logprobs)} log-probs of {len(choice.token_ids)} tokens (logprobs)"
             )
         completes_stop = choice.finish_reason == "stop" and isinstance(choice.stop_reason, str)
-        return Piece(choice.token_ids, logprobs, completes_stop)
+        details = answer.usage and answer.usage.prompt_tokens_details
+        return Piece(choice.token_ids, logprobs, completes_stop, (details and details.cached_tokens) or 0)
 
-    def _choice(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> _Choice:
+    def _answer(self, *, timeout_s: float = CONTROL_TIMEOUT_S, **body: Any) -> _Completions:
         # whatever the server's own defaults are, nothing but the body may shape the distribution
         fixed = {
             "logprobs": 0,
@@ -286,7 +299,7 @@ class VllmServer(ServiceClient):
             "repetition_penalty": 1.0,
         }
         body = {**fixed, "top_p": 1.0, "top_k": 0, **body}
-        return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=timeout_s).choices[0]
+        return self._read(_Completions, "POST", "/v1/completions", body, timeout_s=timeout_s)
 
     def _post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
         self._call("POST", path, json=json.dumps(body).encode(), timeout_s=timeout_s)

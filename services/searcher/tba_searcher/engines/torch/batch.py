@@ -4,6 +4,7 @@ A slot here is a row of the engine: an index into the host arrays of `Batch` and
 
     slots 0 .. num_slots - 1     one active request each; the first `num_used` of them are decoded together
     slots num_slots ..           keys and values of prompt prefixes, managed by `PrefixCache` and copied into the others
+    beside the slots             keys and values of conversations between two turns, in `ConversationCache`
 
 `Batch` keeps numpy arrays, so that a decode step costs no Python per slot. A finished request leaves a hole. New
 requests take holes first, and `Batch.compact` closes the others, so that no step computes an empty slot.
@@ -248,8 +249,13 @@ class PrefixCache:
         """Return the slot with the request's prefix; any slot for a prompt of one token, which has no prefix."""
         return self._slots.get(request.prompt_tokens[:-1], self._first_slot)
 
-    def admit(self, waiting: deque[Request], num_free: int) -> tuple[list[Request], list[tuple[Sequence[int], int]]]:
+    def admit(
+        self, waiting: deque[Request], num_free: int, conversations: ConversationCache
+    ) -> tuple[list[Request], list[tuple[Sequence[int], int]]]:
         """Remove the first requests from `waiting` whose prefixes fit into the cache together.
+
+        Args:
+            conversations: holds the keys and values with which other requests begin.
 
         Returns:
             The removed requests, at most `num_free`; and (prefix, slot) pairs to prefill before they begin. Pairs of
@@ -258,7 +264,7 @@ class PrefixCache:
         needed: dict[Prefix, None] = {}
         admitted: list[Request] = []
         while waiting and len(admitted) < num_free:
-            prefix = waiting[0].prompt_tokens[:-1]
+            prefix = waiting[0].prompt_tokens[:-1] if conversations.find(waiting[0]) is None else ()
             # in the order of arrival: a request whose prefix does not fit ends this round
             if prefix and prefix not in needed and len(needed) == self._num_slots:
                 break
@@ -272,7 +278,7 @@ class PrefixCache:
         for request in waiting:
             if len(needed) == self._num_slots:
                 break
-            if len(request.prompt_tokens) > 1:
+            if len(request.prompt_tokens) > 1 and conversations.find(request) is None:
                 needed[request.prompt_tokens[:-1]] = None
         missing = [prefix for prefix in needed if prefix not in self._slots]
         self._touch(needed)
@@ -288,6 +294,45 @@ class PrefixCache:
         for prefix in prefixes:
             if prefix in self._slots:
                 self._slots[prefix] = self._slots.pop(prefix)  # to the end: dicts keep the order of insertion
+
+
+class ConversationCache:
+    """Keys and values of finished requests that others may continue, each as long as its tokens. The oldest go first.
+
+    Args:
+        max_tokens: most tokens of all requests together.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens, self._num_tokens = max_tokens, 0
+        self._kept: dict[str, tuple[Prefix, Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget all: their keys and values belong to old weights."""
+        self._kept.clear()
+        self._num_tokens = 0
+
+    def keep(self, request: Request, tokens: Prefix, kv: Tensor) -> None:
+        """Add the keys and values of `tokens`, in place of those that the request has continued."""
+        for request_id in (request.continues, request.request_id):  # an id may come again
+            self._forget(request_id)
+        self._kept[request.request_id] = tokens, kv
+        self._num_tokens += len(tokens)
+        while self._num_tokens > self._max_tokens:
+            self._forget(next(iter(self._kept)))
+
+    def find(self, request: Request) -> Tensor | None:
+        """Return the keys and values of a part of the prompt, of all but its last token at most."""
+        if request.continues not in self._kept:
+            return None
+        tokens, kv = self._kept[request.continues]
+        # the tokens decide: a history may have been written anew, and an id may have come again
+        is_begun = len(tokens) < len(request.prompt_tokens) and request.prompt_tokens[: len(tokens)] == tokens
+        return kv if is_begun else None
+
+    def _forget(self, request_id: str | None) -> None:
+        if request_id in self._kept:
+            self._num_tokens -= len(self._kept.pop(request_id)[0])
 
 
 class KVCache(Cache):
@@ -340,6 +385,15 @@ class KVCache(Cache):
         """Copy positions [0, length) of slots `source` to slots `target` (int64 [N] each, no slot in both)."""
         if length:
             self._kv[:, :, target, :, :length] = self._kv[:, :, source, :, :length]
+
+    def read(self, slot: int, length: int) -> Tensor:
+        """Return a copy of positions [0, length) of a slot."""
+        return self._kv[:, :, slot, :, :length].clone()
+
+    def write(self, slot: int, kv: Tensor) -> int:
+        """Write what `read` has returned to the first positions of a slot; return their number."""
+        self._kv[:, :, slot, :, : kv.shape[-2]] = kv
+        return kv.shape[-2]
 
 
 class _WritePlan:

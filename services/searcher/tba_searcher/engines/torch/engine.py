@@ -6,7 +6,8 @@
 * Continuous batching: a finished request is replaced before the next step (batch.py).
 * The S rollouts of a visit share one prefill: it fills a prefix slot with all prompt tokens but the last, to be copied.
   A request begins to decode with its last prompt token, so that tokens are sampled in one place only.
-* New weights: keys and values of active requests are recomputed before the next step; cached prefixes are dropped.
+* A request that continues a conversation takes the keys and values of the turn before, and computes its new tokens.
+* New weights: keys and values of active requests are recomputed before the next step; all others are dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tba_searcher.engines.engine import (
     check_request,
 )
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
-from tba_searcher.engines.torch.batch import Batch, KVCache, PrefixCache, use_grouped_attention
+from tba_searcher.engines.torch.batch import Batch, ConversationCache, KVCache, PrefixCache, use_grouped_attention
 from tba_searcher.engines.torch.exactness import (
     NUM_TOKENS,
     WAY_OUT,
@@ -52,7 +53,7 @@ from tba_searcher.engines.weight_check import check_loaded, file_stamps, params_
 _PREFILL_TOKENS = 4096
 """Most padded tokens of one prefill."""
 _EXTENSION_KEYS = 4 * _PREFILL_TOKENS
-"""Most keys of one pass over responses."""
+"""Most keys of one pass over tokens in the middle."""
 _BELOW_ONE = 1.0 - 2.0**-50
 """Largest random number of a draw: its product with the sum of all probabilities stays below that sum."""
 
@@ -101,6 +102,11 @@ class EmbeddedEngine:
         except RuntimeError as error:
             raise EngineDiedError(_reason(error, settings.num_slots)) from error
         self._prefixes = PrefixCache(settings.num_slots, num_prefix_slots)
+        # as many tokens as the slots hold: all conversations may be between two turns at once. Nothing is allocated
+        # before a conversation needs it
+        self._conversations = ConversationCache(settings.num_slots * self._max_len)
+        # code with an attention of its own, as GPT-Neo's, may take queries in the middle for those at the end
+        self._can_extend = bool(getattr(self._model, "_supports_attention_backend", False))
         self._batch = Batch(settings.num_slots, self._max_len)
         self._waiting: deque[Request] = deque()
         self._ids: set[str] = set()
@@ -110,8 +116,10 @@ class EmbeddedEngine:
         """Whether the keys and values of active requests still belong to the previous weights."""
         self._generator = _generator(self._device, settings.seed)
         self._columns = torch.arange(self._max_len, device=self._device)
+        self.num_prefilled_tokens = 0
         self._check_decoding()
         self._generator = _generator(self._device, settings.seed)  # the check has drawn from it
+        self.num_prefilled_tokens = 0
 
     @property
     def num_active(self) -> int:
@@ -128,7 +136,11 @@ class EmbeddedEngine:
         is_known = request.request_id in self._ids
         check_request(request, self._settings, is_known=is_known, vocab_size=self.vocab_size)
         self._ids.add(request.request_id)
-        self._waiting.append(request)
+        if self._conversations.find(request) is None:
+            self._waiting.append(request)
+        else:  # before requests that begin, whose keys and values would take the place of its own
+            at = next((at for at, each in enumerate(self._waiting) if each.continues is None), self.num_waiting)
+            self._waiting.insert(at, request)
 
     def abort(self, request_id: str) -> None:
         """Forget a request (see `Engine.abort`)."""
@@ -167,6 +179,7 @@ class EmbeddedEngine:
         completions = []
         for slot, reason in self._batch.append(tokens, logprobs, self._completes_stop):
             completion = self._batch.completion(slot, reason)
+            self._keep(slot)
             self._batch.remove(slot)
             self._ids.discard(completion.request_id)
             completions.append(completion)
@@ -188,6 +201,7 @@ class EmbeddedEngine:
         self.version = version
         # of requests that begin from here on
         self._prefixes.clear()
+        self._conversations.clear()
         # recomputed by the next step, and not here: a second load may follow at once, as when a version is refused
         self._cache_is_stale = True
         for slot in self._batch.active_slots():
@@ -203,6 +217,7 @@ class EmbeddedEngine:
         """Forget all requests (see `Engine.close`); the memory is freed with the object."""
         self._waiting.clear()
         self._ids.clear()
+        self._conversations.clear()
         for slot in self._batch.active_slots():
             self._batch.remove(slot)
 
@@ -313,57 +328,76 @@ class EmbeddedEngine:
     def _completes_stop(self, tokens: NDArray[np.int64], request: Request) -> bool:
         return self._stops.completes(tokens.tolist(), request.sampling.stop)
 
+    def _keep(self, slot: int) -> None:
+        """Keep the keys and values of a request that ends, if another may continue it."""
+        request = self._batch.request_of(slot)
+        if request.may_continue and self._can_extend:
+            num = int(self._batch.position[slot])  # all but the newest token's, which are not computed yet
+            tokens = tuple(self._batch.tokens[slot, :num].tolist())
+            self._conversations.keep(request, tokens, self._cache.read(slot, num))
+
     def _fill_slots(self) -> None:
         """Put waiting requests into free slots, after a prefill of the prompts that are not cached."""
         while self._waiting and self._batch.num_active < self.num_slots:
             admitted = self._admit(self._waiting, self.num_slots - self._batch.num_active)
-            target = list[int]()
+            begun, starts = list[tuple[Request, int]](), dict[int, int]()
             for request in admitted:
                 seed, is_greedy = request.sampling.seed, request.sampling.temperature == 0
                 own = None if seed is None or is_greedy else _generator(self._device, seed)
-                target.append(self._batch.add(request, self.version, own))
-            self._copy_prefixes(admitted, target)
+                slot = self._batch.add(request, self.version, own)
+                kept = self._conversations.find(request)
+                if kept is None:
+                    begun.append((request, slot))
+                else:
+                    starts[slot] = self._cache.write(slot, kept)
+            self._copy_prefixes(begun)
+            self._extend(starts)
+            self.num_prefilled_tokens += len(admitted)  # the last token of each, which the next pass takes
 
     def _admit(self, waiting: deque[Request], most: int) -> list[Request]:
         """Remove up to `most` requests from `waiting`, after a prefill of their prompts that are not cached."""
-        admitted, new_prefixes = self._prefixes.admit(waiting, most)
+        admitted, new_prefixes = self._prefixes.admit(waiting, most, self._conversations)
         if new_prefixes:
             self._prefill([prefix for prefix, _ in new_prefixes], [slot for _, slot in new_prefixes])
         return admitted
 
-    def _copy_prefixes(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+    def _copy_prefixes(self, begun: Sequence[tuple[Request, int]]) -> None:
         """Copy all prompt tokens but the last, with which a request begins to decode, to the slots of requests."""
-        source = [self._prefixes.slot_of(request) for request in requests]
-        longest = max(len(request.prompt_tokens) for request in requests) - 1
-        self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(slots)), longest)
+        if begun:
+            source = [self._prefixes.slot_of(request) for request, _ in begun]
+            longest = max(len(request.prompt_tokens) for request, _ in begun) - 1
+            target = [slot for _, slot in begun]
+            self._cache.copy_slots(self._tensor(np.array(source)), self._tensor(np.array(target)), longest)
 
     def _compute_again(self) -> None:
         """Compute keys and values of active requests under new weights: each prompt once, then the responses so far."""
         batch = self._batch
         active = [(each.request.prompt_tokens, slot) for slot, each in enumerate(batch.requests) if each is not None]
         slots = [slot for _, slot in sorted(active)]  # equal prompts together: the prefix cache may not hold all
-        if not getattr(self._model, "_supports_attention_backend", False):
-            # code with an attention of its own, as GPT-Neo's, may take queries in the middle for those at the end
+        if not self._can_extend:
             slots = sorted((slot for slot in slots if batch.position[slot]), key=lambda slot: batch.position[slot])
             self._prefill([batch.tokens[slot, : batch.position[slot]].tolist() for slot in slots], slots)
             return
         waiting, left = deque(batch.request_of(slot) for slot in slots), iter(slots)
         while waiting:
             admitted = self._admit(waiting, len(waiting))
-            self._copy_prefixes(admitted, [next(left) for _ in admitted])
-        # shortest first, so that each pass pads little
-        begun = sorted((slot for slot in slots if batch.num_response_tokens(slot)), key=batch.num_response_tokens)
-        while begun:
-            longest = int(batch.position[begun].max())
-            num = most_rows([batch.num_response_tokens(slot) for slot in begun], longest)
-            self._extend(begun[:num])
-            begun = begun[num:]
+            self._copy_prefixes([(request, next(left)) for request in admitted])
+        self._extend({slot: int(batch.position[slot]) - batch.num_response_tokens(slot) for slot in slots})
 
-    def _extend(self, slots: Sequence[int]) -> None:
-        """Compute keys and values of the response tokens so far, after those of the prompts, in one padded pass."""
+    def _extend(self, starts: dict[int, int]) -> None:
+        """Compute keys and values of slots from a position each up to the newest token, in passes that pad little."""
+        num_new = {slot: int(self._batch.position[slot]) - start for slot, start in starts.items()}
+        left = sorted((slot for slot in starts if num_new[slot]), key=num_new.__getitem__)
+        while left:
+            num = most_rows([num_new[slot] for slot in left], int(self._batch.position[left].max()))
+            self._extend_rows(left[:num], np.array([num_new[slot] for slot in left[:num]]))
+            left = left[num:]
+        self.num_prefilled_tokens += sum(num_new.values())
+
+    def _extend_rows(self, slots: Sequence[int], nums: NDArray[np.int64]) -> None:
+        """Compute keys and values of the last `nums` tokens [N] before the newest one of each slot, in one pass."""
         batch, rows = self._batch, np.array(slots)
-        nums = np.array([batch.num_response_tokens(slot) for slot in slots])
-        # [N, S], from the last prompt token on; padding computes the last token of its row again
+        # [N, S]; padding computes the last token of its row again
         columns = np.minimum(np.arange(nums.max()), nums[:, None] - 1)
         positions = (batch.position[rows] - nums)[:, None] + columns
         length = int(batch.position[rows].max())
@@ -411,6 +445,7 @@ class EmbeddedEngine:
                 input_ids=self._tensor(ids), position_ids=positions, past_key_values=self._cache, use_cache=True
             )
             start = end
+        self.num_prefilled_tokens += sum(map(len, sequences))
 
     def _tensor(self, array: NDArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from tba.errors import DigestError, MalformedError, ObjectNotFoundError, TbaError
 from tba.versions import START
 from tba.weights import LocalVersion, WeightVersions
+from tba.wire.sequences import TokenSequence
 from tba_searcher.engines.engine import ReferenceRefusedError
 from tba_searcher.engines.torch.model import load_model
 from tba_searcher.engines.weight_check import check_loaded, params_sha256
@@ -58,18 +60,20 @@ class StartingModel:
         pair = (np.array(prompt_tokens, np.int32), np.array(response_tokens, np.int32))
         return self._token_logprobs([pair], 1.0).cpu().numpy()
 
-    def sums(
-        self, prompts: Sequence[Sequence[int] | NDArray[np.int32]], responses: Sequence[NDArray[np.int32]]
-    ) -> list[float]:
-        """Return the sum of log pi_start over each response (at least one token each), at the policy temperature."""
-        pairs = [(np.asarray(p, np.int32), r) for p, r in zip(prompts, responses, strict=True)]
+    def sums(self, rollouts: Sequence[Sequence[TokenSequence]]) -> list[float]:
+        """Return the sum of log pi_start over the trained tokens of each rollout, at the policy temperature."""
+        found, owners, pairs, spans = [0.0] * len(rollouts), list[int](), list[tuple[Any, Any]](), list[Any]()
+        for owner, sequence in ((owner, each) for owner, rollout in enumerate(rollouts) for each in rollout):
+            start, end = sequence.trained_spans[0][0], sequence.trained_spans[-1][1]
+            owners.append(owner)
+            pairs.append((sequence.tokens[:start], sequence.tokens[start:end]))
+            spans.append([slice(first - start, last - start) for first, last in sequence.trained_spans])
         lengths = [len(prompt) + len(response) - 1 for prompt, response in pairs]
-        found = [0.0] * len(pairs)
         for rows in _passes(lengths):
             chosen = [pairs[i] for i in rows]
             values = self._token_logprobs(chosen, self._temperature).cpu()
             for i, part in zip(rows, values.split([len(response) for _, response in chosen]), strict=True):
-                found[i] = float(part.double().sum())
+                found[owners[i]] += sum(float(part[span].double().sum()) for span in spans[i])
         return found
 
     @torch.inference_mode()

@@ -139,6 +139,11 @@ class VllmEngine:
         """Number of submitted requests that have no slot yet."""
         return len(self._requests) - self.num_active
 
+    @property
+    def num_prefilled_tokens(self) -> int:
+        """Number of prompt tokens that vLLM did not find in its prefix cache (see `Engine.num_prefilled_tokens`)."""
+        return self._sampled.num_prefilled_tokens
+
     def submit(self, request: Request) -> None:
         """Queue a request (see `Engine.submit`)."""
         is_known = request.request_id in self._requests or request.request_id == _CANARY_ID

@@ -116,6 +116,8 @@ class SampledTokens:
 
     def __init__(self, llm: Any) -> None:
         self._by_id: dict[str, Sampled] = {}
+        self.num_prefilled_tokens = 0
+        """Prompt tokens that were not in the prefix cache. vLLM does not report what it computes again."""
         self._process: Any = llm.output_processor.process_outputs
         llm.output_processor.process_outputs = self._take
 
@@ -134,6 +136,8 @@ class SampledTokens:
             sampled = self._by_id.get(output.request_id)
             if sampled is not None:
                 sampled.tokens += output.new_token_ids
+                if output.prefill_stats is not None:  # with the first token
+                    self.num_prefilled_tokens += output.prefill_stats.num_computed_tokens
                 if output.new_logprobs is not None:
                     sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is the first
                     output.new_logprobs = None

@@ -1,0 +1,1 @@
+"""Episodes: conversations of the policy with an environment, one token sequence after another."""

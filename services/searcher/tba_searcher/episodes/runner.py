@@ -1,0 +1,359 @@
+"""Plays the episodes of visits: the runner owns every limit, and says what each failure was.
+
+    begin       WorkQueue         a task for each episode of a visit
+    reset       worker            messages and tools, rendered to the first prompt
+    generate    engine            one request per reply; `take_turns` hands them to the engine's next step
+    step        worker            the answer, appended to the tokens; and so on until done, or a limit
+    ended       on_played         the episode joins its visit, which is complete with the last one
+
+A failure of ours (engine, environment, tool, sandbox, judge) ends an episode, which is played again as a whole under a
+new id, MAX_ATTEMPTS times in all. The last attempt is stored as failed: nothing trains on it. What the policy does
+wrong is data: a bad call is answered by a tool message, and a reply at a limit ends the episode as truncated. A reply
+that was cut is no call: it is not executed. A call is sent to the worker once.
+
+Episodes go on while other weights are loaded: the spans of their tokens say which version sampled them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tba.config import Recipe
+from tba.config.environments import EnvironmentSection
+from tba.environments import EpisodeError
+from tba.environments.play import user_messages
+from tba.environments.protocol import Stage
+from tba.logs import get_logger
+from tba.versions import PolicyVersion
+from tba.wire.codec import new_id
+from tba_searcher.conversations.chat import ChatRenderer, RenderError, checked
+from tba_searcher.engines.engine import Completion, Request
+from tba_searcher.engines.tokenizer import TextCodec
+from tba_searcher.episodes.conversation import Conversation, PlayedEpisode, with_truncated_reward
+from tba_searcher.episodes.worker_pool import Seat, WorkerPool
+from tba_searcher.waits import WaitRegistry
+
+MAX_ATTEMPTS = 3
+EPISODES_PER_SLOT = 8
+"""Most open episodes for each slot of the engine: as many as keep it busy where an answer takes seven times as long as
+a reply."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 15.0
+"""Between the attempts of an episode; the pause doubles with each failure in a row of its environment."""
+REFUSED_S = 0.5
+"""Before a visit is given back whose prompt cannot be played: the buffer may grant another one at once."""
+log = get_logger("episodes")
+
+
+@dataclass(slots=True)
+class _Open:
+    """An episode in progress."""
+
+    task: asyncio.Task[None]
+    pinned: PolicyVersion | None
+    turns: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
+    """Replies that the engine samples, by request id."""
+
+
+@dataclass(slots=True)
+class _Ending:
+    """How an episode ended."""
+
+    stop_condition: str = "failed"
+    is_truncated: bool = False
+    boundary: str | None = None
+    """The part that failed; None: none did."""
+    stage: Stage = "reset"
+    detail: str = ""
+
+
+class EpisodeRunner:
+    """Plays episodes as tasks of the searcher's event loop.
+
+    Args:
+        counts: gets the numbers of episodes, failures and tool calls.
+    """
+
+    def __init__(self, recipe: Recipe, *, codec: TextCodec, counts: Counter[str], waits: WaitRegistry) -> None:
+        self._recipe, self._codec, self._counts, self._waits = recipe, codec, counts, waits
+        self._pools = {task: WorkerPool(task, section) for task, section in recipe.environments.items()}
+        self._open: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
+        self._turns: defaultdict[PolicyVersion | None, deque[Request]] = defaultdict(deque)
+        self._failures: dict[str, tuple[int, float]] = {}
+        """For each task, failures in a row of its environment, and when the last one ended."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self.num_resetting = 0
+        """Episodes that will ask for their first reply soon."""
+        self.on_played: Callable[[str, PlayedEpisode], None] = lambda lease_id, played: None
+        """Called with lease id and episode at the end of each."""
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called when an episode asks for a reply."""
+
+    def plays(self, task: str) -> bool:
+        """Return whether prompts of a task are played as episodes."""
+        return task in self._pools
+
+    @property
+    def num_open(self) -> int:
+        """Number of episodes in progress."""
+        return sum(map(len, self._open.values()))
+
+    def has_room(self, pinned: PolicyVersion | None) -> bool:
+        """Return whether another episode may begin; those of training wait while an evaluation pins a version."""
+        num_open = sum(each.pinned == pinned for episodes in self._open.values() for each in episodes.values())
+        return num_open < EPISODES_PER_SLOT * self._recipe.searcher.num_slots
+
+    async def start(self) -> None:
+        """Start the workers; raise ConfigError if an environment, or the chat template, cannot be used."""
+        self._codec.renderer({}).prove()  # it logs what cannot be appended
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+
+    async def close(self) -> None:
+        """Cancel all episodes and kill the workers."""
+        tasks = [each.task for episodes in self._open.values() for each in episodes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    def begin(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
+        """Begin an episode of a prompt; `request` has the settings of its replies, and its id."""
+        task = asyncio.create_task(self._play(lease_id, prompt, request, pinned))
+        self._open[lease_id][request.request_id] = _Open(task, pinned)
+        task.add_done_callback(lambda task: self._forget(lease_id, request.request_id, task))
+
+    def take_turns(self, max_requests: int, *, pinned: PolicyVersion | None) -> list[Request]:
+        """Remove and return the next requests of open episodes that were begun with `pinned`."""
+        queue = self._turns[pinned]
+        return [queue.popleft() for _ in range(min(max_requests, len(queue)))]
+
+    def settle(self, completion: Completion) -> None:
+        """Give a reply to the episode that waits for it."""
+        episode = self._episode_of(completion.request_id)
+        future = None if episode is None else episode.turns.pop(completion.request_id, None)
+        if future is not None and not future.done():
+            future.set_result(completion)
+
+    def refuse(self, request_id: str, reason: str) -> bool:
+        """Fail the episode whose request the engine refused; return whether it is one of an episode."""
+        episode = self._episode_of(request_id)
+        future = None if episode is None else episode.turns.pop(request_id, None)
+        if future is not None and not future.done():
+            future.set_exception(EpisodeError(reason, boundary="engine"))
+        return episode is not None
+
+    def cancel(self, lease_id: str) -> list[str]:
+        """Cancel the episodes of a visit; return the ids of their requests, for the engine to abort."""
+        episodes = self._open.pop(lease_id, {})
+        for episode in episodes.values():
+            episode.task.cancel()
+        ids = {request_id for episode in episodes.values() for request_id in episode.turns}
+        for queue in self._turns.values():
+            for request in [each for each in queue if each.request_id in ids]:
+                queue.remove(request)
+        return sorted(ids)
+
+    def cancel_all(self) -> list[str]:
+        """Cancel all episodes; return the ids of their requests."""
+        return [request_id for lease_id in list(self._open) for request_id in self.cancel(lease_id)]
+
+    def _forget(self, lease_id: str, request_id: str, task: asyncio.Task[None]) -> None:
+        episodes = self._open.get(lease_id)
+        if episodes is not None:
+            episodes.pop(request_id, None)
+            if not episodes:
+                del self._open[lease_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # a defect of ours: the loop's handler logs it
+
+    async def _play(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
+        """Play an episode, again and again if something of ours fails."""
+        task, counts = prompt.task, self._counts
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            begun_s = time.monotonic()
+            played, boundary = await self._attempt(prompt, request, pinned, attempt)
+            counts["episodes"] += 1
+            counts["episodes_truncated"] += played.episode.is_truncated
+            counts["tool_calls"] += played.episode.num_tool_calls
+            if played.is_hopeless:
+                await asyncio.sleep(REFUSED_S)
+                break
+            if boundary in (None, "limit"):
+                self._failures.pop(task, None)
+                self._waits.end(f"episodes of {task}")
+                break
+            counts[f"episodes_failed_{boundary}"] += 1
+            log.warning(
+                "episode failed",
+                task=task,
+                prompt_id=prompt.prompt_id,
+                episode_id=played.episode.episode_id,
+                attempt=attempt,
+                reason=played.failure,
+            )
+            failures, last_s = self._failures.get(task, (0, 0.0))
+            # what fails together counts once: a worker that dies takes all of its episodes with it
+            if begun_s > last_s:
+                failures, last_s = failures + 1, time.monotonic()
+            self._failures[task] = failures, last_s
+            # a few failures are those of an episode; many in a row say that the environment is away
+            if failures > MAX_ATTEMPTS:
+                self._waits.renew(f"episodes of {task}", "environment-failing", detail=played.failure or "")
+            await asyncio.sleep(min(MIN_PAUSE_S * 2 ** min(failures - 1, 16), MAX_PAUSE_S))
+        self.on_played(lease_id, played)
+
+    async def _attempt(
+        self, prompt: Any, request: Request, pinned: PolicyVersion | None, attempt: int
+    ) -> tuple[PlayedEpisode, str | None]:
+        """Play an episode once; return it, and the boundary of its failure (None: it has not failed)."""
+        section, pool = self._recipe.environments[prompt.task], self._pools[prompt.task]
+        episode_id, begun_s = new_id("episode"), time.time()
+        talk, ending, seat = Conversation([], ()), _Ending(), None
+        self.num_resetting += 1
+        is_resetting = True
+        try:
+            seat = await pool.open(episode_id)
+            messages, tools = await seat.reset(prompt.environment_seed, prompt.data)
+            self.num_resetting -= 1
+            is_resetting = False
+            ending.stage = "render"
+            renderer = self._codec.renderer(prompt.chat_template_kwargs)
+            talk.tools = tools or prompt.tools
+            start = [*(prompt.messages or ()), *messages]
+            talk.add_messages(checked(start or user_messages(prompt.text)))
+            talk.begin(renderer.render(talk.history, tools=talk.tools))
+            name = f"{request.request_id}.{attempt}"
+            await self._converse(talk, ending, seat, section, renderer, replace(request, request_id=name), pinned)
+        except EpisodeError as error:
+            ending.boundary, ending.detail = error.boundary, str(error)
+        except RenderError as error:
+            ending.boundary, ending.detail = "environment", str(error)
+        except Exception as error:  # an episode that ends without a word would hold its visit for ever
+            log.error("episode failed in the searcher", episode_id=episode_id, exc_info=True)
+            ending.boundary, ending.detail = "environment", f"{type(error).__name__}: {error}"
+        finally:
+            self.num_resetting -= is_resetting
+            if seat is not None:  # not awaited: an environment may take its time to close
+                self._closing.add(closing := asyncio.create_task(seat.close()))
+                closing.add_done_callback(self._closing.discard)
+        reward = section.truncated_reward
+        boundary = "limit" if ending.is_truncated and reward is None else ending.boundary
+        detail = ending.detail or ending.stop_condition
+        texts = self._codec.decode_responses(talk.completions[-1:])
+        played = talk.played(
+            request.sampling,
+            begun_s,
+            texts[0] if texts else "",
+            failure=None if boundary is None else _shown(f"{boundary} {ending.stage}: {detail}", 2000),
+            is_hopeless=not talk.completions and (boundary == "limit" or ending.stage == "render"),
+            episode_id=episode_id,
+            environment=prompt.task,
+            environment_version=pool.version,
+            seed=prompt.environment_seed,
+            stop_condition=ending.stop_condition if ending.boundary is None else f"{ending.boundary}_failed",
+            is_truncated=ending.is_truncated,
+        )
+        if ending.is_truncated and reward is not None and talk.completions:
+            played = with_truncated_reward(played, reward)
+        return played, boundary
+
+    async def _converse(
+        self,
+        talk: Conversation,
+        ending: _Ending,
+        seat: Seat,
+        section: EnvironmentSection,
+        renderer: ChatRenderer,
+        request: Request,
+        pinned: PolicyVersion | None,
+    ) -> None:
+        """Sample replies and let the environment answer them, until it is done or a limit is reached."""
+        searcher, max_tokens = self._recipe.searcher, self._recipe.trainer.micro_batch_tokens
+        max_tokens = min(section.max_tokens or max_tokens, max_tokens)  # a pass of the trainer holds whole rollouts
+        ends = tuple(sorted({*request.eos_ids, *renderer.stop_ids}))
+        while True:
+            room = min(searcher.max_response_tokens, max_tokens - talk.num_tokens)
+            limit = "max_prompt_tokens" if len(talk.prompt) > searcher.max_prompt_tokens else "max_tokens"
+            if limit == "max_prompt_tokens" or room < max(1, request.min_response_tokens):
+                if not talk.completions:  # nothing to store, and no attempt will differ
+                    raise EpisodeError(f"its first prompt has {len(talk.prompt)} tokens ({limit})", boundary="limit")
+                ending.stop_condition, ending.is_truncated = limit, True
+                return
+            if talk.is_full:
+                ending.stop_condition, ending.is_truncated = "max_segments", True
+                return
+            turn, prompt = talk.turn, tuple(talk.prompt)
+            ending.stage = "generate"
+            asked = replace(
+                request,
+                request_id=f"{request.request_id}.{turn}",
+                prompt_tokens=prompt,
+                max_response_tokens=room,
+                eos_ids=ends,
+                # an engine may still hold the keys and values of the last turn
+                continues=f"{request.request_id}.{turn - 1}" if talk.is_continued else None,
+                may_continue=turn + 1 < section.max_turns,
+            )
+            completion = await self._generate(asked, pinned)
+            ending.stage = "step"
+            ids = completion.response_tokens.tolist()
+            reply = renderer.parse(prompt, ids, tools=talk.tools)
+            talk.add_reply(completion, reply, self._codec.decode_responses([completion])[0])
+            if completion.finish_reason == "length":
+                is_short = room < searcher.max_response_tokens
+                ending.stop_condition = "max_tokens" if is_short else "max_response_tokens"
+                ending.is_truncated = True
+                talk.turn_rewards.append(None)
+                return
+            talk.turn_rewards.append(None)
+            answer, talk.turn_rewards[-1], done, info = await seat.step(reply)
+            messages = checked(user_messages(answer))
+            self._counts["tool_calls_failed"] += int(info.get("num_tool_errors", 0))
+            talk.add_messages(messages if done else [self._cut(each, section.max_tool_tokens) for each in messages])
+            if done:
+                ending.stop_condition = _shown(info.get("stop_condition") or "done", 100)
+                ending.is_truncated = bool(info.get("truncated"))
+                return
+            if not messages:
+                raise EpisodeError("step returned no messages, and done is false; give one, or say that it is done")
+            if talk.turn >= section.max_turns or seat.environment_s > section.episode_timeout_s:
+                is_late = talk.turn < section.max_turns
+                ending.stop_condition, ending.is_truncated = "episode_timeout_s" if is_late else "max_turns", True
+                return
+            ending.stage = "render"
+            new = talk.history[-len(messages) :]
+            rendering = renderer.bridge(prompt, ids, new, tools=talk.tools, turn=turn)
+            if rendering is None:
+                talk.begin(renderer.render(talk.history, tools=talk.tools))
+            else:
+                talk.append(rendering)
+
+    async def _generate(self, request: Request, pinned: PolicyVersion | None) -> Completion:
+        """Return the engine's reply to a request."""
+        episode = self._episode_of(request.request_id)
+        assert episode is not None
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        episode.turns[request.request_id] = future
+        self._turns[pinned].append(request)
+        self.on_turn()
+        return await future
+
+    def _episode_of(self, request_id: str) -> _Open | None:
+        """Return the open episode of a turn's request, whose id is that of the episode, attempt and turn."""
+        name = request_id.rsplit(".", 2)[0]
+        return self._open.get(name.rpartition("/")[0], {}).get(name)
+
+    def _cut(self, message: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        """Return a message with the answer of a tool cut to a number of tokens."""
+        if message.get("role") != "tool":
+            return message
+        return {**message, "content": self._codec.cut(str(message.get("content") or ""), max_tokens)}
+
+
+def _shown(value: object, max_chars: int) -> str:
+    """Return a value of foreign code as a text that can be stored and printed."""
+    return "".join(char if char.isprintable() else "?" for char in str(value)[:max_chars])

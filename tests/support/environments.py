@@ -1,0 +1,164 @@
+"""Environments and tools that tests play with; they run in worker processes, by their import paths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.api import Prompt
+from tba.environments import EpisodeError, Reply, Reset, Step
+from tba.fields import Split
+
+
+class Echo:
+    """Says what it is told, and pays 0.5 a turn; what it does otherwise stands in the prompt's data."""
+
+    version = "echo-1"
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns, self.turn = turns, 0
+        self.data: Mapping[str, Any] = {}
+
+    async def reset(self, seed: int, data: Mapping[str, Any]) -> Reset:
+        """Open with the seed, after what `data.begin` says."""
+        self.data = data
+        self._act("begin")
+        return Reset([f"seed {seed}"])
+
+    async def step(self, reply: Reply) -> Step:
+        """Echo, or do what `data.step` says in the turn `data.at`."""
+        self.turn += 1
+        if self.turn == self.data.get("at", 1):
+            self._act("step")
+        messages: list[Any] = [f"you said {reply.content}"]
+        if self.data.get("silent"):
+            messages = []
+        if "says" in self.data:
+            messages = self.data["says"]
+        return Step(messages, self.data.get("pays", 0.5), self.turn == self.turns)
+
+    async def close(self) -> None:
+        """Leave a mark of the end."""
+        if path := self.data.get("closed"):
+            with Path(path).open("a") as file:
+                file.write("closed\n")
+
+    def _act(self, when: str) -> None:
+        what, path = self.data.get(when), self.data.get("once")
+        if what is None:
+            return
+        if path is not None:  # the first time alone, over all processes
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+        if what == "raise":
+            raise ValueError("the environment is broken")
+        if what == "sandbox":
+            raise EpisodeError("the sandbox is full", boundary="sandbox")
+        if what == "die":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # left-by-a-dead-worker"])
+            os._exit(7)
+        if what == "block":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # left-by-a-tool"])
+            time.sleep(600)
+        print("what an environment prints is no answer")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number.
+        b: the second number.
+    """
+    return a + b
+
+
+def note(path: str) -> str:
+    """Append a line to a file, so that a test can count calls."""
+    with Path(path).open("a") as file:
+        file.write("called\n")
+    return "noted"
+
+
+def away(what: str) -> str:
+    """Fail as a network does."""
+    raise ConnectionError(f"no route to {what}")
+
+
+def long(num: int) -> str:
+    """Return a long text that ends with the word end."""
+    return "word " * num + "end"
+
+
+def leave(how: str) -> str:
+    """Return a text, or try to end the process, the thread or the task."""
+    if how == "exit":
+        sys.exit(3)
+    if how == "next":
+        return next(iter([]))
+    if how == "cancel":
+        raise asyncio.CancelledError
+    return how
+
+
+class NoEnvironment:
+    """It has no methods."""
+
+
+class Parity(Echo):
+    """Takes its time, and pays for the turns whose replies have an odd number of characters."""
+
+    async def step(self, reply: Reply) -> Step:
+        """Answer a little later."""
+        await asyncio.sleep(0.05)
+        self.turn += 1
+        return Step(["more"], float(len(reply.content) % 2), self.turn == self.turns)
+
+
+def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return prompts of the tasks `talk` (an environment), `sum` (a tool, and a scorer) and `exact` (one turn)."""
+    made = []
+    splits: dict[Split, int] = {"heldout": num_heldout, "train": num_train}
+    for split, num in splits.items():
+        for number in range(num):
+            task, name = ("talk", "sum", "exact")[number % 3], f"{split}-{number}"
+            data = {"answer": str(2 * number)}
+            made.append(Prompt(prompt_id=name, task=task, text=f"{number}+{number}=", data=data, split=split))
+    return made
+
+
+class Thread(Echo):
+    """Plain functions, which run in threads; the second turn takes longer than a deadline."""
+
+    def reset(self, seed: int, data: Mapping[str, Any]) -> Reset:  # type: ignore[override]
+        """Open with the seed."""
+        self.data = data
+        return Reset([f"seed {seed}"])
+
+    def step(self, reply: Reply) -> Step:  # type: ignore[override]
+        """Sleep for as long as the data say."""
+        time.sleep(self.data.get("sleep_s", 0.0))
+        self.turn += 1
+        return Step(["go on"], 1.0, self.turn == self.turns)
+
+
+def worker_pids(searcher: int) -> list[int]:
+    """Return the ids of the processes that play the episodes of a searcher, given its own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        if parent == searcher and "tba_searcher.episodes.worker" in words:
+            found.append(int(entry.name))
+    return found

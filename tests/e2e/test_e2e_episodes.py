@@ -53,7 +53,7 @@ def worker_of(searcher: int) -> int:
 
     def found() -> int:
         pids = worker_pids(searcher)
-        return next((pid for pid in pids if "Parity" in Path(f"/proc/{pid}/cmdline").read_text()), 0)
+        return next((pid for pid in pids if "talk" in Path(f"/proc/{pid}/cmdline").read_text()), 0)
 
     return until("a worker", found)
 

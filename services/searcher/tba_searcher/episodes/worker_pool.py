@@ -125,7 +125,8 @@ class _Worker:
         keys = {"environment", "tools", "settings"}
         section = {**self._section.model_dump(mode="json", include=keys), "what": f"environments.{self._task}"}
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tba_searcher.episodes.worker"),
+            # the task is for people who look at the processes
+            *(sys.executable, "-m", "tba_searcher.episodes.worker", self._task),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -18,7 +18,6 @@ from tba.environments.tools import Tool, failure_of, text_of, tool_of
 from tba.errors import ConfigError
 from tba.fields import MAX_NUMBER, is_bounded
 
-KEY = "environments"
 NAMES = {
     "invalid_json": "the call is no valid JSON",
     "unclosed_block": "the call has no end",
@@ -45,6 +44,8 @@ def user_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages as dicts; a plain text is one of the user. Raise EpisodeError for what no message may be."""
     if isinstance(messages, str | Mapping):
         messages = [messages]
+    if not isinstance(messages, Sequence):
+        raise EpisodeError(f"{messages!r:.100} are no messages; give a list of texts or dicts")
     if len(messages) > MAX_MESSAGES:
         raise EpisodeError(f"{len(messages)} messages at once; at most {MAX_MESSAGES} are taken")
     found = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
@@ -132,10 +133,11 @@ class Play:
             return Step(messages, info={"num_tool_errors": sum(is_error for _, is_error in answers)})
         if self._environment is None:
             return Step(done=True, info={"stop_condition": "no_tool_call"})
-        messages, reward, done, info = _tuple(Step, await call(self._environment.step, reply))
+        messages, reward, done, told = _tuple(Step, await call(self._environment.step, reply))
         if reward is not None and not (isinstance(reward, int | float) and is_bounded(reward)):
             raise EpisodeError(f"step returned the reward {reward!r:.60}; give a number up to {MAX_NUMBER:g}, or None")
         # the rest of what it tells, such as arrays of Gymnasium, is of no use here
+        info = told or {}
         known = {"truncated": bool(info.get("truncated")), "stop_condition": str(info.get("stop_condition") or "done")}
         return Step(user_messages(messages), None if reward is None else float(reward), bool(done), known)
 
@@ -188,7 +190,7 @@ def open_play(
         return lambda: Play(None, functions), _version_of(*(tool.function for tool in functions))
     if environment.startswith(("http://", "https://")):
         try:
-            version = str(ask(environment.rstrip("/"), "GET", "/").get("version", "unknown"))
+            version = _checked_version(str(ask(environment.rstrip("/"), "GET", "/").get("version", "unknown")))
         except EpisodeError as error:
             raise ConfigError(f"{what}.environment: {error}") from None
         return lambda: Play(cast("Environment", RemoteEnvironment(environment)), functions), version
@@ -211,12 +213,17 @@ def open_play(
     return make, _version_of(factory, *(tool.function for tool in functions))
 
 
+def _checked_version(version: str) -> str:
+    """Return the version of an environment; raise ConfigError if no rollout can carry it."""
+    if not (version.isprintable() and 0 < len(version) <= MAX_VERSION_CHARS):
+        raise ConfigError(f"version is {version!r:.150}; give 1 to {MAX_VERSION_CHARS} printable characters")
+    return version
+
+
 def _version_of(*objects: Any) -> str:
     """Return the `version` of the first object, else a digest of the files that define all of them."""
     if objects and isinstance(version := getattr(objects[0], "version", None), str):
-        if not (version.isprintable() and 0 < len(version) <= MAX_VERSION_CHARS):
-            raise ConfigError(f"version is {version!r:.150}; give 1 to {MAX_VERSION_CHARS} printable characters")
-        return version
+        return _checked_version(version)
     digest = sha256()
     for each in objects:
         try:

@@ -26,6 +26,7 @@
                  a store that is away or slow    object-store                RETRY_S, renewed: the old version is used
                  vLLM to prepare weights         weight-staging (logged)     ENGINE_TIMEOUT_S, then the pause reads them
                  another searcher of the machine weight-cache                600 s, then it makes the version itself
+ episodes        an environment that answers     environment-failing         RETRY_S, renewed and logged
  scoring, pushing                                see delivery.py
  drain           active requests, scores,        (state draining)            drain_s in all: until 0.7 of it active
                  pushes, the answer to a                                     requests, until 0.85 scores (the rest goes

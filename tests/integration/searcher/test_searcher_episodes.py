@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ SEARCHER = {"num_slots": 8, "max_prompt_tokens": 200, "max_response_tokens": 20}
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_talking_model(tmp_path_factory.mktemp("talking") / "model")
+
+
+@pytest.fixture
+def make_world(
+    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path
+) -> Callable[..., LoopWorld]:
+    return partial(start_loop_world, tmp_path, serve_buffer, reward, talking)
 
 
 def prompts_of(num: int, task: str = "talk", *, split: Any = "train", **data: Any) -> list[Prompt]:
@@ -65,15 +73,9 @@ def rollouts_of(world: LoopWorld, **query: Any) -> list[RolloutDetail]:
     return [world.client.get_rollout(each.rollout_id) for each in found]
 
 
-async def test_what_environment_and_scorers_pay_adds_up(
-    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path
-):
+async def test_what_environment_and_scorers_pay_adds_up(make_world: Callable[..., LoopWorld], reward: RewardServer):
     reward.tasks = ["scored"]
-    world = start_loop_world(
-        tmp_path,
-        serve_buffer,
-        reward,
-        talking,
+    world = make_world(
         prompts=[*prompts_of(2), *prompts_of(2, "scored")],
         environments={"talk": ECHO, "scored": ECHO},
         reward=SCORED,
@@ -91,15 +93,11 @@ async def test_what_environment_and_scorers_pay_adds_up(
 
 
 async def test_a_score_that_comes_later_is_added_to_what_the_environment_paid(
-    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: Callable[..., LoopWorld], reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(delivery, "SCORE_RETRY_S", 0.2)
     reward.tasks = ["scored"]
-    world = start_loop_world(
-        tmp_path,
-        serve_buffer,
-        reward,
-        talking,
+    world = make_world(
         prompts=prompts_of(2, "scored"),
         environments={"scored": ECHO},
         reward={**SCORED, "url": reward.url},
@@ -115,16 +113,12 @@ async def test_a_score_that_comes_later_is_added_to_what_the_environment_paid(
 
 
 async def test_prompts_that_cannot_be_played_cost_no_others(
-    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: Callable[..., LoopWorld], reward: RewardServer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runner, "MAX_PAUSE_S", 0.05)
     broken = Prompt(prompt_id="broken", task="talk", text="x", data={"begin": "raise"})
     large = Prompt(prompt_id="large", task="talk", text="x", messages=[{"role": "user", "content": "long " * 200}])
-    world = start_loop_world(
-        tmp_path,
-        serve_buffer,
-        reward,
-        talking,
+    world = make_world(
         prompts=[broken, large, *prompts_of(2)],
         environments={"talk": ECHO},
         searcher=SEARCHER,
@@ -141,13 +135,9 @@ async def test_prompts_that_cannot_be_played_cost_no_others(
 
 
 async def test_a_drain_delivers_whole_episodes_and_gives_the_others_back(
-    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path
+    make_world: Callable[..., LoopWorld], reward: RewardServer
 ):
-    world = start_loop_world(
-        tmp_path,
-        serve_buffer,
-        reward,
-        talking,
+    world = make_world(
         prompts=prompts_of(4, sleep_s=0.3),
         environments={"talk": {**ECHO, "environment": f"{PLAYED}:Thread", "settings": {"turns": 4}, "max_turns": 4}},
         searcher={**SEARCHER, "drain_s": 1.5},
@@ -165,13 +155,9 @@ async def test_a_drain_delivers_whole_episodes_and_gives_the_others_back(
 
 
 async def test_an_evaluation_plays_its_prompts_with_the_pinned_version(
-    tmp_path: Path, serve_buffer: ServeBuffer, reward: RewardServer, talking: Path
+    make_world: Callable[..., LoopWorld], reward: RewardServer
 ):
-    world = start_loop_world(
-        tmp_path,
-        serve_buffer,
-        reward,
-        talking,
+    world = make_world(
         prompts=[*prompts_of(2), *prompts_of(3, split="heldout")],
         environments={"talk": ECHO},
         searcher=SEARCHER,

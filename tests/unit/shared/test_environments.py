@@ -71,15 +71,13 @@ def nameless(number: int, /) -> int:
     return number
 
 
-def odd(number: object) -> None:
-    """A type that no schema describes."""
+def stream(number: int) -> Iterator[int]:
+    """A generator has no answer."""
+    yield number
 
 
-@pytest.mark.parametrize("function", [untyped, undocumented, nameless, odd, 3])
+@pytest.mark.parametrize("function", [untyped, undocumented, nameless, stream, 3])
 def test_what_is_no_tool_is_refused_by_name(function: Any):
-    if function is odd:
-        tool_of(function)  # an object may be anything
-        return
     with pytest.raises(ConfigError, match=getattr(function, "__name__", "3")):
         tool_of(function)
 
@@ -141,7 +139,7 @@ async def test_what_no_method_may_return_is_a_failure(value: Any):
         async def reset(self, seed: int, data: Any) -> Any:
             return value
 
-    with pytest.raises((EpisodeError, TypeError, ValueError)):
+    with pytest.raises(EpisodeError):
         await Play(Odd()).reset(1, {})
 
 

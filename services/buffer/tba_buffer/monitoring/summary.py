@@ -63,6 +63,7 @@ REMEDY_OF_WAIT = {
     "reward": "Start the reward service, or correct its URL (`tba doctor`).",
     "scorer-away": "Look at the scorer's endpoint or model (`tba doctor`).",
     "buffer-unreachable": "Look at the network between searchers and buffer (`tba doctor`).",
+    "environment-failing": "Look at the environment: the log of the searchers has its errors.",
     "batch": "Look at the buffer: it does not answer the trainer's request for a batch.",
     "unpublished-versions": "Look at the object store, or publish less often (`trainer.sync_interval`).",
     **dict.fromkeys(("object-store", "checkpoint-download", "checkpoint-upload"), "Look at the store (`tba doctor`)."),

@@ -35,7 +35,7 @@ from tba_searcher.conversations.chat import ChatRenderer, RenderError, checked
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.episodes.conversation import Conversation, PlayedEpisode, with_truncated_reward
-from tba_searcher.episodes.worker_pool import Seat, WorkerPool
+from tba_searcher.episodes.worker_pool import Session, WorkerPool
 from tba_searcher.waits import WaitRegistry
 
 MAX_ATTEMPTS = 3
@@ -212,12 +212,12 @@ class EpisodeRunner:
         """Play an episode once; return it, and the boundary of its failure (None: it has not failed)."""
         section, pool = self._recipe.environments[prompt.task], self._pools[prompt.task]
         episode_id, begun_s = new_id("episode"), time.time()
-        talk, ending, seat = Conversation([], ()), _Ending(), None
+        talk, ending, session = Conversation([], ()), _Ending(), None
         self.num_resetting += 1
         is_resetting = True
         try:
-            seat = await pool.open(episode_id)
-            messages, tools = await seat.reset(prompt.environment_seed, prompt.data)
+            session = await pool.open(episode_id)
+            messages, tools = await session.reset(prompt.environment_seed, prompt.data)
             self.num_resetting -= 1
             is_resetting = False
             ending.stage = "render"
@@ -227,7 +227,7 @@ class EpisodeRunner:
             talk.add_messages(checked(start or user_messages(prompt.text)))
             talk.begin(renderer.render(talk.history, tools=talk.tools))
             name = f"{request.request_id}.{attempt}"
-            await self._converse(talk, ending, seat, section, renderer, replace(request, request_id=name), pinned)
+            await self._converse(talk, ending, session, section, renderer, replace(request, request_id=name), pinned)
         except EpisodeError as error:
             ending.boundary, ending.detail = error.boundary, str(error)
         except RenderError as error:
@@ -237,8 +237,8 @@ class EpisodeRunner:
             ending.boundary, ending.detail = "environment", f"{type(error).__name__}: {error}"
         finally:
             self.num_resetting -= is_resetting
-            if seat is not None:  # not awaited: an environment may take its time to close
-                self._closing.add(closing := asyncio.create_task(seat.close()))
+            if session is not None:  # not awaited: an environment may take its time to close
+                self._closing.add(closing := asyncio.create_task(session.close()))
                 closing.add_done_callback(self._closing.discard)
         reward = section.truncated_reward
         boundary = "limit" if ending.is_truncated and reward is None else ending.boundary
@@ -265,7 +265,7 @@ class EpisodeRunner:
         self,
         talk: Conversation,
         ending: _Ending,
-        seat: Seat,
+        session: Session,
         section: EnvironmentSection,
         renderer: ChatRenderer,
         request: Request,
@@ -310,7 +310,7 @@ class EpisodeRunner:
                 talk.turn_rewards.append(None)
                 return
             talk.turn_rewards.append(None)
-            answer, talk.turn_rewards[-1], done, info = await seat.step(reply)
+            answer, talk.turn_rewards[-1], done, info = await session.step(reply)
             messages = checked(user_messages(answer))
             self._counts["tool_calls_failed"] += int(info.get("num_tool_errors", 0))
             talk.add_messages(messages if done else [self._cut(each, section.max_tool_tokens) for each in messages])
@@ -320,7 +320,7 @@ class EpisodeRunner:
                 return
             if not messages:
                 raise EpisodeError("step returned no messages, and done is false; give one, or say that it is done")
-            if talk.turn >= section.max_turns or seat.environment_s > section.episode_timeout_s:
+            if talk.turn >= section.max_turns or session.environment_s > section.episode_timeout_s:
                 is_late = talk.turn < section.max_turns
                 ending.stop_condition, ending.is_truncated = "episode_timeout_s" if is_late else "max_turns", True
                 return

@@ -52,11 +52,11 @@ def write(answers: BinaryIO, value: Any) -> None:
 
 
 async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO) -> None:
-    loop, stage = asyncio.get_running_loop(), _Stage(make, answers)
+    loop, plays = asyncio.get_running_loop(), _Plays(make, answers)
 
     def read() -> None:
         for line in calls:
-            loop.call_soon_threadsafe(stage.begin, line)
+            loop.call_soon_threadsafe(plays.begin, line)
         # the loop may be blocked by an environment that never comes back
         os.killpg(0, signal.SIGKILL)
 
@@ -64,7 +64,7 @@ async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO) -
     await asyncio.Event().wait()
 
 
-class _Stage:
+class _Plays:
     """The episodes in progress, and the calls that are being answered."""
 
     def __init__(self, make: Callable[[], Play], answers: BinaryIO) -> None:

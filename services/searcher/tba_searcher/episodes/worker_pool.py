@@ -1,6 +1,6 @@
 """The worker processes of one environment, as the searcher sees them (worker.py is the other side).
 
-    open      an episode gets a seat in the worker with the fewest episodes; a missing worker is started
+    open      an episode gets a session in the worker with the fewest episodes; a missing worker is started
     called    the answer, or EpisodeError: the environment failed, its deadline passed, or its worker died
     closed    always, whatever happened
 
@@ -52,8 +52,8 @@ class WorkerPool:
                 raise
             self._workers.append(worker)
 
-    async def open(self, episode_id: str) -> Seat:
-        """Return a seat for an episode; raise EpisodeError if no worker can be started."""
+    async def open(self, episode_id: str) -> Session:
+        """Return a session for an episode; raise EpisodeError if no worker can be started."""
         async with self._starting:  # one start for all that wait
             for worker in [each for each in self._workers if each.is_over]:
                 self._workers.remove(worker)
@@ -63,7 +63,7 @@ class WorkerPool:
                 raise EpisodeError(str(error)) from None
             worker = min(self._workers, key=lambda each: each.num_open)
             worker.num_open += 1
-        return Seat(worker, episode_id, self._section.turn_timeout_s)
+        return Session(worker, episode_id, self._section.turn_timeout_s)
 
     async def close(self) -> None:
         """Kill all workers."""
@@ -73,8 +73,8 @@ class WorkerPool:
         self._workers.clear()
 
 
-class Seat:
-    """The place of one episode in a worker."""
+class Session:
+    """One episode in a worker."""
 
     def __init__(self, worker: _Worker, episode_id: str, timeout_s: float) -> None:
         self._worker, self._episode_id, self._timeout_s = worker, episode_id, timeout_s
@@ -116,7 +116,7 @@ class _Worker:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self.num_open = 0
-        """Episodes with a seat here."""
+        """Sessions here."""
         self.is_over = False
         """It is dead, or gets no more episodes."""
 
@@ -169,7 +169,7 @@ class _Worker:
             self._calls.pop(number, None)
 
     def leave(self) -> None:
-        """Give a seat back."""
+        """End a session."""
         self.num_open -= 1
         if self.is_over and not self.num_open:
             self.kill("it has missed a deadline")

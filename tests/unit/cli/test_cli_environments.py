@@ -239,10 +239,10 @@ def test_the_reward_service_need_not_know_what_an_environment_pays(monkeypatch: 
     ("section", "said"),
     [
         ({"environment": "shop:Sohp"}, r"environment 'shop:Sohp' cannot be imported .*; did you mean 'Shop'\?$"),
-        ({**SECTION, "settings": {"godos": 2}}, r"'shop:Shop' failed \(TypeError: .*unexpected keyword"),
+        ({**SECTION, "settings": {"godos": 2}}, r"\.settings do not fit shop:Shop: got an unexpected keyword argument 'godos'"),
         ({**SECTION, "tools": ["shop:untold"]}, ": loading: tool untold has no docstring"),
         ({"environment": "shop:Slow", "turn_timeout_s": 0.1}, r": reset for prompt 'p' took more than 0\.1 s; make"),
-        ({"environment": "shop:Rude"}, "messages: message 1 has role 'guest', not one of system"),
+        ({"environment": "shop:Rude"}, r": reset for prompt 'p': \{'role': 'guest', 'content': 'x'\} is no message"),
         ({"environment": "shop:Gone"}, r": the process that tried it ended early \(exit code 0\)"),
         ({"environment": "shop:Killed"}, r"ended early \(it was ended by signal 9 \(SIGKILL\)\)"),
         ({"environment": "shop:Sold"}, r"reset for prompt 'p': AttributeError: .* \(shop\.py:43\); .* 'goods'\?$"),

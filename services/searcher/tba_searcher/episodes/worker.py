@@ -96,7 +96,10 @@ class _Plays:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{method} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
             answer = [number, ["environment", text], None]
-        write(self._answers, answer)
+        try:
+            write(self._answers, answer)
+        except BrokenPipeError:  # the searcher is gone, as at the end of the input
+            os.killpg(0, signal.SIGKILL)
 
     async def _value(self, method: str, episode_id: str, arguments: Any) -> Any:
         if method == "ping":

@@ -49,6 +49,7 @@ class WorkerPool:
                 self.version = await worker.start()
             except BaseException:
                 worker.kill("it was not started")
+                await worker.ended()
                 raise
             self._workers.append(worker)
 

@@ -164,6 +164,8 @@ Reason = Annotated[str, Field(max_length=MAX_REASON_CHARS), AfterValidator(one_l
 """The reason for a request, for people; control characters are replaced by spaces."""
 ParseStatus = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool"]
 """What a tool call of a reply was; only one that is `ok` may be executed."""
+Boundary = Literal["engine", "environment", "tool", "sandbox", "judge", "limit"]
+"""The part that an episode failed in."""
 BareUrl = Annotated[str, AfterValidator(check_bare_url)]
 """A URL without user, password and options, which requests would not send."""
 Integer = Annotated[int, Strict(), AfterValidator(bounded)]

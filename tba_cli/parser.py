@@ -518,6 +518,10 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
         "--searcher", dest="searcher_id", metavar="ID", help="of this searcher, for example searcher-0"
     )
     filters.add_argument("--finish-reason", choices=["stop", "stop_string", "length", "abort"], help="that ended so")
+    filters.add_argument("--environment", metavar="NAME", help="episodes of this environment")
+    filters.add_argument("--stop-condition", metavar="NAME", help="episodes that this ended, for example max_turns")
+    boundaries = ["engine", "environment", "tool", "sandbox", "judge", "limit"]
+    filters.add_argument("--failure-boundary", choices=boundaries, help="episodes that failed there")
     filters.add_argument("--contains", metavar="TEXT", help="with this text in prompt or completion, in any case")
 
 

@@ -90,6 +90,8 @@ class EpisodeInfo(StrictModel):
     num_turns: int
     """Number of replies of the policy."""
     num_tool_calls: int
+    failure_boundary: str | None = None
+    """The part that it failed in; None: it has not failed."""
 
 
 class SegmentInfo(StrictModel):
@@ -109,6 +111,8 @@ class SequenceInfo(StrictModel):
 
     tokens: list[int]
     segments: list[SegmentInfo]
+    token_texts: list[str] | None = None
+    """The text that each token adds; None: this service has no tokenizer of the model."""
 
 
 class MessageInfo(StrictModel):
@@ -161,8 +165,9 @@ class RolloutInfo(StrictModel):
 class RolloutPage(StrictModel):
     """GET /v1/rollouts. Send `next` as `cursor` to get the next page; it is None at the end.
 
-    The index cannot filter by `searcher_id`, `finish_reason` and `contains`. With these, a request reads at most 20,000
-    rollouts. The page may then hold fewer than `limit`, or none, and `next` continues after the last one that was read.
+    The index cannot filter by `searcher_id`, `finish_reason`, `contains`, and by what only episodes have. With these, a
+    request reads at most 20,000 rollouts. The page may then hold fewer than `limit`, or none, and `next` continues
+    after the last one that was read.
     """
 
     rollouts: list[RolloutInfo]

@@ -13,7 +13,7 @@ from tba.api.rollouts import RewardStatus
 from tba.api.run import SETTINGS_HEADER
 from tba.clients.service_client import Reply, ServiceClient, parse_reply
 from tba.errors import BadReplyError, UnavailableError
-from tba.fields import Split, StrictModel
+from tba.fields import Boundary, Split, StrictModel
 from tba.wire import Batch, Heartbeat, decode_batch, encode_heartbeat, encode_push
 from tba.wire.sequences import FinishReason
 
@@ -42,6 +42,10 @@ class RolloutFilters(TypedDict, total=False):
     max_reward: float | None
     searcher_id: str | None
     finish_reason: FinishReason | None
+    environment: str | None
+    """Matches only episodes, as the two below do."""
+    stop_condition: str | None
+    failure_boundary: Boundary | None
     contains: str | None
     """Text to find in the response or the prompt, ignoring case."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -125,12 +126,15 @@ class Play:
                 text = f"error: {num} calls in a reply, and none was made; make at most {MAX_CALLS}"
                 message = {"role": "tool", "name": "unknown", "content": text, "tool_call_id": call_id(turn, 0)}
                 return Step([message], info={"num_tool_errors": num})
+            begun_s = time.monotonic()
             answers = [await self._answer(each) for each in reply.tool_calls]
+            tool_s = time.monotonic() - begun_s
             messages = [
                 {"role": "tool", "name": each.name or "unknown", "content": text, "tool_call_id": call_id(turn, number)}
                 for number, (each, (text, _)) in enumerate(zip(reply.tool_calls, answers, strict=True))
             ]
-            return Step(messages, info={"num_tool_errors": sum(is_error for _, is_error in answers)})
+            info = {"num_tool_errors": sum(is_error for _, is_error in answers), "tool_s": tool_s}
+            return Step(messages, info=info)
         if self._environment is None:
             return Step(done=True, info={"stop_condition": "no_tool_call"})
         messages, reward, done, told = _tuple(Step, await call(self._environment.step, reply))

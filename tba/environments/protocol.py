@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tba.errors import TbaError
-from tba.fields import ParseStatus
+from tba.fields import Boundary, ParseStatus
 
-Boundary = Literal["engine", "environment", "tool", "sandbox", "judge", "limit"]
-"""The part that an episode failed in."""
 Stage = Literal["reset", "generate", "step", "render", "score"]
 Message = Mapping[str, Any]
 

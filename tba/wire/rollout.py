@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from msgspec import Meta, field
 from numpy.typing import NDArray
 
 from tba.errors import LimitError, MalformedError, WireError
-from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, control_character_error, is_bounded
+from tba.fields import MAX_LINEAGE, MAX_NUMBER, MAX_SEED, MAX_STEP, Boundary, control_character_error, is_bounded
 from tba.versions import PolicyVersion
 from tba.wire.codec import Document, Name, NoSchema, pack, unpack
 from tba.wire.sequences import (
@@ -217,6 +217,13 @@ class Rollout(
         return msgspec.structs.replace(
             self, reward=None, reward_status="failed", reward_reason=reason, reward_parts=None
         )
+
+
+def failure_boundary(reward_reason: str | None) -> Boundary | None:
+    """Return the part that an episode failed in, by the reason of its unknown reward; None: it has not failed."""
+    # the runner writes BOUNDARY STAGE: DETAIL; reasons of scorers are one word before the colon
+    word, _, rest = (reward_reason or "").partition(" ")
+    return cast("Boundary", word) if rest and word in get_args(Boundary) else None
 
 
 _DECODER = msgspec.msgpack.Decoder(Rollout | NoSchema)

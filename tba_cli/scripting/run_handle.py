@@ -194,7 +194,7 @@ class Run:
             order: oldest, newest, best or worst.
             text_chars: longer texts are cut (at most 10,000); `client.get_rollout(id)` and exports have the whole ones.
             filters: prompt_id, task, version, from_version, to_version, status, min_reward, max_reward, searcher_id,
-                finish_reason, contains.
+                finish_reason, environment, stop_condition, failure_boundary, contains.
 
         Examples:
             >>> for rollout in itertools.islice(run.rollouts(order="best", task="addition"), 3):

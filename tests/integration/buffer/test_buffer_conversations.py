@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow.parquet import read_metadata
 from redis import Redis
 
 from tba.api import Prompt
@@ -65,6 +67,37 @@ def test_conversations_are_drawn_and_shown_whole(serve_buffer: ServeBuffer) -> N
     assert client.get_rollout(plain.rollout_id.hex()).episode is None
     assert {each.rollout_id for each in client.list_rollouts(finish_reason="stop").rollouts} == {plain.rollout_id.hex()}
     assert len(client.list_rollouts(finish_reason="length").rollouts) == 4
+
+
+def test_episodes_are_filtered_by_environment_and_by_how_they_ended(serve_buffer: ServeBuffer, tmp_path: Path) -> None:
+    client = serve_buffer().with_prompts(1)
+    pushed = {
+        "plain": make_rollout(),
+        "cut": talk(),
+        "unpaid": talk(reward=None).with_failure("limit step: max_turns"),
+        "tool": talk(reward=None, stop_condition="tool_failed").with_failure("tool step: tool buy: away"),
+        "shop": talk(environment="shop", stop_condition="done"),
+        # of a scorer and not of the episode
+        "score": talk(reward=None, environment="shop").with_failure("tool: the scorer is away"),
+    }
+    client.push([encode_rollout(each) for each in pushed.values()])
+    names = {each.rollout_id.hex(): name for name, each in pushed.items()}
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        ({"environment": "shop"}, {"shop", "score"}),
+        ({"stop_condition": "max_turns"}, {"cut", "unpaid", "score"}),
+        ({"stop_condition": "max_turns", "environment": "calculator", "status": "scored"}, {"cut"}),
+        ({"failure_boundary": "tool"}, {"tool"}),
+        ({"failure_boundary": "limit"}, {"unpaid"}),
+        ({"failure_boundary": "engine"}, set()),
+    ]
+    for filters, expected in cases:
+        found = client.list_rollouts(**filters).rollouts
+        assert {names[each.rollout_id] for each in found} == expected, filters
+        client.export_rollouts(path := tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet", **filters)
+        assert read_metadata(path).num_rows == len(expected)
+        for each in found if "failure_boundary" in filters else ():
+            assert each.episode is not None
+            assert each.episode.failure_boundary == filters["failure_boundary"]
 
 
 def test_a_group_compares_episodes_of_one_seed_and_one_seat(serve_buffer: ServeBuffer) -> None:

@@ -9,11 +9,13 @@ import pytest
 from pyarrow.parquet import read_metadata
 from redis import Redis
 from tba_buffer.storage.keys import Keys
+from tokenizers import Tokenizer, models
 
 from tba.api import AckRequest, EvalRequest, EvalResult, EvalResults, LineageRequest, VersionRequest
 from tba.clients import BufferClient
 from tba.weights import checkpoint_prefix
-from tba.wire import encode_rollout
+from tba.wire import Message, encode_rollout
+from tests.integration.buffer.test_buffer_conversations import talk
 from tests.support.browser import Open, until
 from tests.support.buffer import make_prompts, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
@@ -121,6 +123,45 @@ def test_one_rollout_says_what_made_it_and_what_it_made(trained: BufferThread, o
     assert "0.25" in steps.first.inner_text()
     page.wait_for_selector("section:has-text('Its group') tbody tr")
     page.check("input[value=advantage]")
+    assert watched.errors == []
+
+
+def test_a_conversation_is_shown_turn_by_turn_and_its_tokens_by_origin(
+    serve_buffer: ServeBuffer, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
+    monkeypatch.setattr("tba_buffer.rollouts.token_texts.load_tokenizer", lambda *given: words)
+    served = serve_buffer()
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "<b>3</b>"}}</tool_call>'
+    said = [("user", "What is 2 * 3?", 0), ("assistant", calls, 0), ("tool", "6", 0), ("assistant", "six", 1)]
+    cut = talk(messages=tuple(Message(*each) for each in said))
+    failed = talk(reward=None, stop_condition="tool_failed", is_truncated=False).with_failure("tool step: it is away")
+    served.with_prompts(1).push([encode_rollout(each) for each in (cut, failed)])
+    page, watched = open_page(served, f"#/rollout/{cut.rollout_id.hex()}")
+    page.wait_for_selector("section:has-text('Its group')")
+    turns = page.locator("section[aria-labelledby=panel-conversation] .talk > li")
+    heads = [each.inner_text().split("\n")[0] for each in turns.all()]
+    assert heads == ["User", "Assistant", "Tool", "Assistant", "cut off by max_turns"]
+    assert turns.nth(1).locator("code").inner_text() == 'add(a: 2, b: "<b>3</b>")'
+    assert "tool call: ok" in turns.nth(1).inner_text()
+    assert "reward" not in turns.nth(1).inner_text()  # not known, which is not 0
+    assert "reward 0.5" in turns.nth(3).inner_text()
+    tokens = page.locator("section[aria-labelledby=panel-tokens]")
+    assert tokens.locator("details[open]").count() == 0
+    second = tokens.locator("details").nth(1)
+    second.locator("summary").click()
+    assert "Sequence 2 of 2: 15 (policy 6, environment 9, template 0)" in second.inner_text()
+    repeated, new = second.locator("li.policy").all()
+    assert "not trained again" in repeated.inner_text()
+    assert repeated.locator("span[title*=log-prob]").count() == 0
+    assert (new.locator("pre").inner_text().split(), new.locator("span.lp-0").count()) == (["w30", "w31"], 2)
+    page.check("input[value=version]")
+    assert (tokens.locator("details[open]").count(), new.locator("span.span-0").count()) == (1, 2)
+    page.goto(f"{served.url}/#/rollout/{failed.rollout_id.hex()}")
+    page.wait_for_selector("li.end:has-text('failed in: tool') >> text=tool step: it is away")
+    page.goto(f"{served.url}/#/rollouts?failure_boundary=tool")
+    until(page, "document.querySelectorAll('main tbody tr').length === 1")
+    assert page.input_value("#filter-failure_boundary") == "tool"
     assert watched.errors == []
 
 

@@ -96,7 +96,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
 FILTER_WORDS = (
     "--prompt-id p --task t --version 1-2 --from-version 1-1 --to-version 1-3 --status scored --min-reward 0.5 "
-    "--max-reward 1 --searcher searcher-0 --finish-reason length --contains Hello"
+    "--max-reward 1 --searcher searcher-0 --finish-reason length --contains Hello --environment shop "
+    "--stop-condition max_turns --failure-boundary tool"
 )
 
 
@@ -104,6 +105,7 @@ def test_every_filter_reaches_the_service(run: FakeRun, tmp_path: Path) -> None:
     wanted = {"prompt_id": "p", "task": "t", "version": "1-2", "from_version": "1-1", "to_version": "1-3"}
     wanted |= {"status": "scored", "min_reward": 0.5, "max_reward": 1.0, "searcher_id": "searcher-0"}
     wanted |= {"finish_reason": "length", "contains": "Hello"}
+    wanted |= {"environment": "shop", "stop_condition": "max_turns", "failure_boundary": "tool"}
     for words in (["list"], ["export", "--out", str(tmp_path / "a.parquet")]):
         run.filters = {}
         assert main(["rollouts", *words, *FILTER_WORDS.split()]) == 0

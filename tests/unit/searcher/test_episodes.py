@@ -19,7 +19,8 @@ from tba_searcher.episodes import worker_pool
 
 from tba.errors import ConfigError
 from tba.versions import PolicyVersion
-from tba.wire import Rollout, VersionSpan, decode_rollout, encode_rollout, float32_bytes
+from tba.wire import Rollout, VersionSpan, decode_rollout, encode_heartbeat, encode_rollout, float32_bytes
+from tba.wire.heartbeat import MAX_HEARTBEAT_BYTES
 from tests.support.chat_tokenizers import thinking_template
 from tests.support.episodes import CUT, ECHO, Stage, codec_of, prompt_of, recipe_of, stage
 
@@ -177,6 +178,10 @@ async def test_tools_answer_and_the_first_reply_without_a_call_ends_the_episode(
     assert played.episode.paid is None
     assert played.failure is None
     assert world.status.counts["tool_calls_failed"] == 3
+    gauges = world.status.heartbeat().gauges
+    # a reset and four replies
+    assert (gauges["episodes/talk"], gauges["tool_calls/talk"], gauges["environment_answers/talk"]) == (1, 4, 5)
+    assert 0 < gauges["tool_s/talk"] <= gauges["environment_s/talk"]
     # the prompt's text is the message of the user, where nothing else is
     assert rollout.episode.messages[0].content == "question 1"
 
@@ -292,6 +297,10 @@ async def test_a_tool_that_is_away_fails_the_episode():
     assert played.failure is not None
     assert played.failure.startswith("tool step: tool away: ConnectionError")
     assert world.status.counts["episodes_failed_tool"] == runner_module.MAX_ATTEMPTS
+    world.status.counts.update({f"episodes/x{n}{'x' * 60}": 1 for n in range(100)})
+    beat = world.status.heartbeat()  # one that is too large would be refused
+    assert beat.gauges["episodes_failed_tool/talk"] == runner_module.MAX_ATTEMPTS
+    assert len(encode_heartbeat(beat)) <= MAX_HEARTBEAT_BYTES
 
 
 async def test_odd_answers_of_an_environment_fail_their_episode_alone():

@@ -23,6 +23,7 @@ from tba.wire import VersionSpan
 from tests.support.learner_values import gradient, make_learner, move, token_logprobs
 from tests.support.rollout_values import replace
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
+from tests.support.wire_values import conversation
 
 
 def test_group_means_are_per_prompt_even_when_two_prompts_share_a_micro_batch(folder: Path) -> None:
@@ -187,6 +188,25 @@ def test_responses_and_rewards_have_the_metrics_of_every_trainer() -> None:
     )
     many = [item(1, f"task-{number}", 0.0, "stop") for number in range(100)]
     assert sum(name.startswith("rewards/") for name in metrics(many)) == 48
+
+
+def test_episodes_have_metrics_by_environment() -> None:
+    plain, talks = scored(0, 0.0), [conversation(task="sums"), conversation(task="sums"), conversation(task="shop")]
+    items = [plain, *(replace(plain, rollout=replace(each, reward=1.0)) for each in talks)]
+    found = metrics(items)
+    of_sums = {
+        "num_turns/sums/mean": 3.0,
+        "is_truncated/sums/mean": 1.0,
+        "decode_len/sums/mean": 9.0,
+        "environment_len/sums/mean": 16.0,
+        "tools/sums/call_frequency": 1.0,
+        "tools/sums/ok_frequency": 1.0,  # the reply that is repeated counts once
+        "tools/sums/invalid_json_frequency": 0.0,
+    }
+    assert {name: found[name] for name in of_sums} == of_sums
+    assert found["num_turns/shop/mean"] == 3.0
+    many = [replace(plain, rollout=conversation(task=f"task-{number}", reward=1.0)) for number in range(40)]
+    assert sum(name.startswith("num_turns/") for name in metrics(many)) == 6
 
 
 def test_the_limit_of_the_gap_is_wide_for_few_tokens_and_rollouts_of_another_start_are_left_out() -> None:

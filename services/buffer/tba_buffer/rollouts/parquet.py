@@ -254,6 +254,7 @@ def schema(*, tokens: bool) -> pa.Schema:
                 "turn_rewards": pa.list_(number),
                 "num_turns": whole,
                 "num_tool_calls": whole,
+                "failure_boundary": text,
             }
         ),
         "messages": pa.list_(pa.struct({"role": text, "content": text, "turn": whole})),

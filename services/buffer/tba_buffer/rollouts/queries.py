@@ -35,6 +35,7 @@ from tba.concurrency import in_thread
 from tba.errors import NotFoundError, WireError
 from tba.versions import PolicyVersion
 from tba.wire import Episode, Rollout, TokenSequence
+from tba.wire.rollout import failure_boundary
 from tba_buffer.index.log_follower import IndexView
 from tba_buffer.prompts.catalog import Catalog, bounded_data
 from tba_buffer.rollouts.lost_payloads import decode_stored, placeholders
@@ -291,7 +292,8 @@ class RolloutReader:
             response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
             ref_logprob=None if ref is None else RefLogprobInfo(value=ref.value, version=str(ref.version)),
-            sequences=await in_thread(lambda: [_sequence_info(each) for each in rollout.sequences])
+            # at once: they wait for one tokenizer
+            sequences=await asyncio.gather(*(self._sequence_info(each) for each in rollout.sequences))
             if rollout.episode
             else None,
             messages=[
@@ -303,6 +305,12 @@ class RolloutReader:
             trained=trained,
             trained_since=trained_since,
         )
+
+    async def _sequence_info(self, sequence: TokenSequence) -> SequenceInfo:
+        # checked when it was pushed; there may be thousands
+        segments = [SegmentInfo.model_construct(**structs.asdict(each)) for each in sequence.segments]
+        tokens = sequence.tokens.tolist()
+        return SequenceInfo(tokens=tokens, segments=segments, token_texts=await self._token_texts.of(tokens))
 
     def _fields(self, rollout: Rollout, run: RunHash, text_chars: int | None, *, num_batches: int) -> dict[str, Any]:
         found, parts = self._catalog.find(rollout.prompt_id), rollout.reward_parts
@@ -333,7 +341,7 @@ class RolloutReader:
                 RewardPart(name=name, score=score, weight=self._weights.get((rollout.task, name)))
                 for name, score in parts.items()
             ],
-            "episode": rollout.episode and _episode_info(rollout.episode, rollout.num_replies),
+            "episode": rollout.episode and _episode_info(rollout, rollout.episode),
             "num_batches": num_batches,
             "sampling": SamplingInfo.model_validate(rollout.sampling, from_attributes=True),
             "searcher_id": rollout.searcher_id,
@@ -342,15 +350,10 @@ class RolloutReader:
         }
 
 
-def _episode_info(episode: Episode, num_turns: int) -> EpisodeInfo:
-    known = {name: getattr(episode, name) for name in EpisodeInfo.model_fields if name != "num_turns"}
-    return EpisodeInfo(**{**known, "turn_rewards": list(episode.turn_rewards)}, num_turns=num_turns)
-
-
-def _sequence_info(sequence: TokenSequence) -> SequenceInfo:
-    # checked when it was pushed; there may be thousands
-    segments = [SegmentInfo.model_construct(**structs.asdict(each)) for each in sequence.segments]
-    return SequenceInfo(tokens=sequence.tokens.tolist(), segments=segments)
+def _episode_info(rollout: Rollout, episode: Episode) -> EpisodeInfo:
+    known = {name: getattr(episode, name) for name in EpisodeInfo.model_fields if hasattr(episode, name)}
+    known |= {"num_turns": rollout.num_replies, "failure_boundary": failure_boundary(rollout.reward_reason)}
+    return EpisodeInfo(**{**known, "turn_rewards": list(episode.turn_rewards)})
 
 
 def _decode(payload: bytes, rollout_id: bytes) -> Rollout | None:

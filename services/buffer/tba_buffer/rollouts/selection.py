@@ -1,7 +1,7 @@
 """Select the stored rollouts of a query in its order, as rows of the index, and make the cursors between pages.
 
 filters that the index holds (prompt, task, versions, status, rewards)  ->  `select_rows`, vectorised
-filters that need the payloads (searcher, finish reason, texts)         ->  `PayloadFilter`, payload by payload
+filters that need the payloads (searcher, how it ended, texts)          ->  `PayloadFilter`, payload by payload
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pydantic import BaseModel, Field
 from tba.api import RolloutOrder
 from tba.api.rollouts import RewardStatus
 from tba.errors import BadRequestError, NotFoundError
-from tba.fields import MAX_NUMBER, VersionText
+from tba.fields import MAX_NUMBER, Boundary, VersionText
 from tba.versions import PolicyVersion
+from tba.wire.rollout import failure_boundary
 from tba.wire.sequences import FinishReason, Message, TokenSequence, last_finish_reason
 from tba_buffer.index.log import SCORED, STATUS_CODES
 from tba_buffer.index.rollout_index import Index, Rows
@@ -44,8 +45,8 @@ RewardBound = Annotated[float | None, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 class RolloutFilter(BaseModel):
     """The filters of GET /v1/rollouts as the client sent them; None: no filter. Bounds are inclusive.
 
-    `min_reward` and `max_reward` select scored rollouts. `contains` is searched in the response and in the prompt,
-    ignoring case.
+    `min_reward` and `max_reward` select scored rollouts; `environment`, `stop_condition` and `failure_boundary` select
+    episodes. `contains` is searched in the response and in the prompt, ignoring case.
     """
 
     prompt_id: Identifier = None
@@ -58,6 +59,9 @@ class RolloutFilter(BaseModel):
     max_reward: RewardBound = None
     searcher_id: Identifier = None
     finish_reason: FinishReason | None = None
+    environment: Identifier = None
+    stop_condition: Identifier = None
+    failure_boundary: Boundary | None = None
     contains: Contains = None
 
 
@@ -192,10 +196,13 @@ class _Glance(msgspec.Struct, gc=False):
     response_text: str
     sequences: msgspec.Raw
     searcher_id: str
+    reward_reason: str | None
     episode: _EpisodeGlance | None = None
 
 
 class _EpisodeGlance(msgspec.Struct, gc=False):
+    environment: str
+    stop_condition: str
     messages: tuple[Message, ...] = ()
 
 
@@ -212,7 +219,7 @@ class PayloadFilter:
     """
 
     def __init__(self, wanted: RolloutFilter, catalog: Catalog) -> None:
-        self._searcher_id, self._finish_reason = wanted.searcher_id, wanted.finish_reason
+        self._wanted = wanted
         self._text = None if wanted.contains is None else wanted.contains.casefold()
         self._catalog = catalog
         self._prompts: dict[str, bool] = {}
@@ -221,17 +228,26 @@ class PayloadFilter:
     @property
     def is_needed(self) -> bool:
         """Whether payloads must be read to know which rollouts match."""
-        return any(part is not None for part in (self._searcher_id, self._finish_reason, self._text))
+        wanted = self._wanted
+        of_episodes = (wanted.environment, wanted.stop_condition, wanted.failure_boundary)
+        return any(part is not None for part in (wanted.searcher_id, wanted.finish_reason, *of_episodes, self._text))
 
     def matches(self, payload: bytes) -> bool:
         """Return whether a stored rollout passes the filters; a damaged one never does."""
         try:
-            seen = _GLANCES.decode(payload)
-            if self._searcher_id is not None and seen.searcher_id != self._searcher_id:
-                return False
+            seen, wanted = _GLANCES.decode(payload), self._wanted
+            episode = seen.episode
+            for asked, found in (
+                (wanted.searcher_id, seen.searcher_id),
+                (wanted.environment, episode and episode.environment),
+                (wanted.stop_condition, episode and episode.stop_condition),
+                (wanted.failure_boundary, episode and failure_boundary(seen.reward_reason)),
+            ):
+                if asked is not None and asked != found:
+                    return False
             # tokens are most of a payload: they are read for this filter alone
-            wanted = self._finish_reason
-            if wanted is not None and last_finish_reason(_SEQUENCES.decode(seen.sequences)) != wanted:
+            how = wanted.finish_reason
+            if how is not None and last_finish_reason(_SEQUENCES.decode(seen.sequences)) != how:
                 return False
         except DAMAGE_ERRORS:
             return False
@@ -241,7 +257,7 @@ class PayloadFilter:
         if prompt_has is None:
             found = self._catalog.find(seen.prompt_id)
             prompt_has = self._prompts[seen.prompt_id] = found is not None and text in found[1].text.casefold()
-        messages = () if seen.episode is None else seen.episode.messages
+        messages = () if episode is None else episode.messages
         texts = [seen.response_text, *(each.content for each in messages)]
         return prompt_has or any(text in each.casefold() for each in texts)
 

@@ -172,13 +172,12 @@ class EpisodeRunner:
 
     async def _play(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
         """Play an episode, again and again if something of ours fails."""
-        task, counts = prompt.task, self._counts
+        task = prompt.task
         for attempt in range(1, MAX_ATTEMPTS + 1):
             begun_s = time.monotonic()
             played, boundary = await self._attempt(prompt, request, pinned, attempt)
-            counts["episodes"] += 1
-            counts["episodes_truncated"] += played.episode.is_truncated
-            counts["tool_calls"] += played.episode.num_tool_calls
+            episode = played.episode
+            self._count(task, episodes=1, episodes_truncated=episode.is_truncated, tool_calls=episode.num_tool_calls)
             if played.is_hopeless:
                 await asyncio.sleep(REFUSED_S)
                 break
@@ -186,12 +185,12 @@ class EpisodeRunner:
                 self._failures.pop(task, None)
                 self._waits.end(f"episodes of {task}")
                 break
-            counts[f"episodes_failed_{boundary}"] += 1
+            self._count(task, **{f"episodes_failed_{boundary}": 1})
             log.warning(
                 "episode failed",
                 task=task,
                 prompt_id=prompt.prompt_id,
-                episode_id=played.episode.episode_id,
+                episode_id=episode.episode_id,
                 attempt=attempt,
                 reason=played.failure,
             )
@@ -237,7 +236,12 @@ class EpisodeRunner:
             ending.boundary, ending.detail = "environment", f"{type(error).__name__}: {error}"
         finally:
             self.num_resetting -= is_resetting
-            if session is not None:  # not awaited: an environment may take its time to close
+            if session is not None:
+                answers, tool_s = session.num_answers, session.tool_s
+                self._count(
+                    prompt.task, environment_answers=answers, environment_s=session.environment_s, tool_s=tool_s
+                )
+                # not awaited: an environment may take its time to close
                 self._closing.add(closing := asyncio.create_task(session.close()))
                 closing.add_done_callback(self._closing.discard)
         reward = section.truncated_reward
@@ -346,6 +350,11 @@ class EpisodeRunner:
         """Return the open episode of a turn's request, whose id is that of the episode, attempt and turn."""
         name = request_id.rsplit(".", 2)[0]
         return self._open.get(name.rpartition("/")[0], {}).get(name)
+
+    def _count(self, task: str, **numbers: float) -> None:
+        for name, number in numbers.items():
+            for key in (name, f"{name}/{task}"):
+                self._counts[key] += number  # pyright: ignore[reportArgumentType]
 
     def _cut(self, message: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         """Return a message with the answer of a tool cut to a number of tokens."""

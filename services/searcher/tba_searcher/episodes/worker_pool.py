@@ -80,7 +80,10 @@ class Session:
     def __init__(self, worker: _Worker, episode_id: str, timeout_s: float) -> None:
         self._worker, self._episode_id, self._timeout_s = worker, episode_id, timeout_s
         self.environment_s = 0.0
-        """Time that the environment has taken so far."""
+        """Time that the environment and its tools have taken so far."""
+        self.tool_s = 0.0
+        """Time of the tools in it."""
+        self.num_answers = 0
 
     async def reset(self, seed: int, data: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Begin the episode; return its messages and the JSON schemas of its tools."""
@@ -90,7 +93,9 @@ class Session:
     async def step(self, reply: Reply) -> Step:
         """Answer a reply."""
         calls = [[call.raw, call.status, call.name, call.arguments] for call in reply.tool_calls]
-        return Step(*await self._call("step", [reply.content, reply.reasoning, calls]))
+        step = Step(*await self._call("step", [reply.content, reply.reasoning, calls]))
+        self.tool_s += step.info.get("tool_s", 0.0)
+        return step
 
     async def close(self) -> None:
         """Close the environment; a failure is logged."""
@@ -106,6 +111,7 @@ class Session:
         try:
             return await self._worker.call(method, self._episode_id, arguments, self._timeout_s)
         finally:
+            self.num_answers += 1
             self.environment_s += asyncio.get_running_loop().time() - begun_s
 
 

@@ -47,6 +47,8 @@ COUNTERS = (
     "refused_prompts",
     "leases_returned",
 )
+MAX_TASK_BYTES = 2048
+"""Most bytes of a heartbeat for the counters of single tasks (NAME/TASK), task by task: a larger one is refused."""
 HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 5.0
 log = get_logger("status")
@@ -89,6 +91,10 @@ class SearcherStatus:
         since, tokens_then = self._last
         self._last = (now, tokens)
         gauges = {name: float(self.counts[name]) for name in COUNTERS}
+        room = MAX_TASK_BYTES
+        for name in sorted((name for name in self.counts if "/" in name), key=lambda name: name.partition("/")[::-1]):
+            if (room := room - len(name) - 12) >= 0:
+                gauges[name] = float(self.counts[name])
         # two heartbeats may come at nearly the same time: at the end of a run, for example
         gauges["tokens_per_s"] = (tokens - tokens_then) / max(now - since, 1e-3)
         gauges["unpushed"] = float(self.num_unpushed)

@@ -7,14 +7,16 @@ that compare theta with the behaviour policy are also computed per policy age, b
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from types import MappingProxyType
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tba.config import Recipe
+from tba.fields import ParseStatus
 from tba.versions import START
 from tba.wire import Rollout
 from tba_trainer.learner.forward_backward import ForwardResult
@@ -29,6 +31,8 @@ FLIP = 8.0
 """Largest gap of one token, in nats: rounding can send the token to other experts (6.8 was measured)."""
 MAX_PARTS = 24
 """Most tasks and scorers with metrics of their own, those with the most rewards: a heartbeat has a limit."""
+MAX_ENVIRONMENTS = 6
+"""Most environments with metrics of their own, those with the most episodes."""
 AGE_BUCKETS = ((0, 0), (1, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 """First and last policy age of each bucket, in optimizer steps; None: no end."""
 
@@ -99,6 +103,32 @@ def task_rewards(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
     return found
 
 
+def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return means over the episodes of each environment, by its task; the names are TRL's (`tools/`) and prime-rl's.
+
+    `decode_len` and `environment_len` are tokens of the policy and of the environment, over all sequences.
+    `tools/ENV/STATUS_frequency` is the share of replies with calls whose call had this parse status.
+    """
+    by_name: defaultdict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.episode is not None:
+            by_name[rollout.task].append(rollout)
+    found: dict[str, float] = {}
+    for name, played in sorted(by_name.items(), key=lambda pair: (-len(pair[1]), pair[0]))[:MAX_ENVIRONMENTS]:
+        num, segments = len(played), [part for each in played for seq in each.sequences for part in seq.segments]
+        statuses = Counter(part.parse_status for part in segments if part.is_trained and part.parse_status)
+        calls = sum(each.episode.num_tool_calls for each in played if each.episode is not None)
+        num_tokens = sum(part.num_tokens for part in segments if part.origin == "environment")
+        found[f"num_turns/{name}/mean"] = sum(each.num_replies for each in played) / num
+        found[f"is_truncated/{name}/mean"] = sum(each.is_truncated for each in played) / num
+        found[f"decode_len/{name}/mean"] = sum(each.num_sampled for each in played) / num
+        found[f"environment_len/{name}/mean"] = num_tokens / num
+        found[f"tools/{name}/call_frequency"] = calls / num
+        for status in get_args(ParseStatus) if statuses else ():
+            found[f"tools/{name}/{status}_frequency"] = statuses[status] / statuses.total()
+    return found
+
+
 def batch_metrics(
     scored: Sequence[ForwardResult],
     *,
@@ -163,6 +193,7 @@ def batch_metrics(
         "completions/clipped_ratio": float(np.mean([s.rollout.is_truncated for s in scored])),
         "num_unique_rollouts": float(len({s.rollout.response_tokens.tobytes() for s in scored})),
         **task_rewards([s.rollout for s in scored]),
+        **environment_metrics([s.rollout for s in scored]),
         **age_metrics(scored),
     }
 

@@ -1,7 +1,7 @@
 // How the run learns, what its data is like, and where its time goes.
 
 import { align, Chart } from "../charts.js";
-import { bars, emptyText, facts, fillIfChanged, h, panel } from "../dom.js";
+import { bars, emptyText, facts, fillIfChanged, h, panel, table } from "../dom.js";
 import { duration, number, percent, stepOf, time } from "../format.js";
 import { awaited, state, subscribe } from "../state.js";
 
@@ -40,11 +40,12 @@ const DECILES = ["lowest", "10 %", "20 %", "30 %", "40 %", "median", "60 %", "70
 export function overview(place) {
   const charts = CHARTS.map(([title, unit, howToRead, metrics, range]) => [new Chart({ title, unit, howToRead, range }), metrics]);
   const grid = (some) => h("div", { class: "grid" }, some.map(([chart]) => chart.element));
-  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid two" });
-  place.append(grid(charts.slice(0, NUM_FIRST)), numbers, grid(charts.slice(NUM_FIRST)), data);
+  const numbers = h("div", { class: "grid two" }), data = h("div", { class: "grid two" }), played = h("div", {});
+  place.append(grid(charts.slice(0, NUM_FIRST)), numbers, played, grid(charts.slice(NUM_FIRST)), data);
   const draw = ({ run, stats, curves }) => {
     if (run === null || stats === null) return;
     fillIfChanged(numbers, [run.step, stats, run.components, curves?.steps.length], () => [throughput(run, stats, curves), tokensAndTime(stats)]);
+    fillIfChanged(played, run.components.map((item) => item.gauges), () => environments(run));
     fillIfChanged(data, [stats.policy_age_histogram, stats.stored, stats.evicted, stats.refused, stats.batches_skipped,
       stats.rollouts_refused_by_trainer, stats.rescored], () => composition(run, stats));
     if (curves !== null) for (const [chart, metrics] of charts) drawChart(chart, metrics, run, curves);
@@ -106,6 +107,25 @@ function tokensAndTime({ tokens, component_seconds: seconds, rates }) {
       ["trained", total("trained")],
       ...["searcher", "trainer"].map((kind) => [`time of ${kind}s`, seconds[kind] ? duration(seconds[kind]) : null]),
     ]));
+}
+
+/** Of each environment what all searchers have counted (NAME/TASK), and the means of the newest batch. */
+function environments(run) {
+  const counts = {}, byAge = [...run.components].sort((a, b) => a.heartbeat_age_s - b.heartbeat_age_s);
+  for (const { gauges } of byAge.filter((item) => item.kind === "searcher")) {
+    for (const [key, value] of Object.entries(gauges)) {
+      const [name, task] = key.split("/");
+      if (task) (counts[task] ??= {})[name] = (counts[task][name] ?? 0) + value;
+    }
+  }
+  const batch = byAge.find((item) => item.kind === "trainer")?.gauges ?? {}, failed = "episodes_failed_";
+  const mean = (total, num) => (num ? `${number(total / num, 2)} s` : "-");
+  const rows = Object.entries(counts).sort().map(([name, one]) => [h("a", { href: `#/rollouts?environment=${encodeURIComponent(name)}` }, name), number(one.episodes ?? 0), percent((one.episodes_truncated ?? 0) / (one.episodes || 1)),
+    Object.entries(one).filter(([key]) => key.startsWith(failed)).map(([key, num]) => `${key.slice(failed.length)} ${number(num)}`).join(", ") || "0",
+    number(batch[`num_turns/${name}/mean`]), number(batch[`tools/${name}/call_frequency`]), percent(batch[`tools/${name}/ok_frequency`]),
+    number(batch[`decode_len/${name}/mean`]), number(batch[`environment_len/${name}/mean`]), mean(one.environment_s, one.environment_answers), mean(one.tool_s, one.tool_s && one.tool_calls)]);
+  return rows.length ? panel("Environments", "What searchers have played so far, again and again where an episode failed; the means per episode are of the newest batch. For reasons of failures filter the rollouts by what they failed in.",
+    table("Environments", ["environment", "episodes", "truncated", "failed", "turns", "tool calls", "calls that parse", "policy tokens", "environment tokens", "time of an answer", "of a tool call"], rows)) : null;
 }
 
 function newest(values) {

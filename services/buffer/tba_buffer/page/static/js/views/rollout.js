@@ -6,7 +6,7 @@ import { duration, gold, lastTurn, number, oneLine, stepOf, time } from "../form
 import { rewardText, trail } from "./rollouts.js";
 
 const MAX_TOKENS = 4000;
-const MAX_ROWS = 500;
+const MAX_PARTS = 500;
 const COLOURINGS = [["logprob", "by log-prob"], ["version", "by version"], ["advantage", "by advantage"], ["none", "plain"]];
 
 export function rollout(place, { argument }) {
@@ -40,19 +40,19 @@ function steps(item, ids, where, hash) {
   return [h("a", { href: hash }, "Rollouts"), link(ids[at - 1], "← Previous"), link(ids[at + 1], "Next →"), h("span", { class: "how" }, `${at + 1} of ${ids.length} ${where}`)];
 }
 
-/** The last turn of a prompt and its gold answer; all of it, and of the scorer's data, folded. */
-export function question(text, data) {
+/** The last turn of a prompt (of an episode none) and its gold answer; all of it, and of the scorer's data, folded. */
+export function question(text, data, isEpisode = false) {
   const more = (title, content) => h("details", {}, h("summary", {}, title), h("pre", { class: "text", tabindex: "0" }, content));
-  const turn = lastTurn(text), answer = gold(data);
-  return [h("pre", { class: "text", tabindex: "0" }, turn),
+  const turn = isEpisode ? null : lastTurn(text), answer = gold(data);
+  return [turn === null ? null : h("pre", { class: "text", tabindex: "0" }, turn),
     answer ? facts([["gold answer", answer]]) : null,
-    turn === text ? null : more("The whole prompt, as the model reads it", text),
+    turn === text ? null : more(isEpisode ? "Its text" : "The whole prompt, as the model reads it", text),
     Object.keys(data ?? {}).length ? more("All data of the scorer", JSON.stringify(data, null, 1)) : null];
 }
 
 function asked(item) {
-  return panel("Prompt", "What the model was asked: of a chat the last turn. The scorer knows the gold answer beside it.",
-    item.prompt_text === null ? emptyText("The run no longer has this prompt.") : question(item.prompt_text, item.prompt_data),
+  return panel("Prompt", `${item.episode ? "What the episode began with" : "What the model was asked: of a chat the last turn"}. The scorer knows the gold answer beside it.`,
+    item.prompt_text === null ? emptyText("The run no longer has this prompt.") : question(item.prompt_text, item.prompt_data, item.episode !== null),
     facts([["prompt", h("a", { href: `#/prompt/${encodeURIComponent(item.prompt_id)}` }, item.prompt_id)], ["task", item.task],
       ["tokens", number(item.num_prompt_tokens)]]));
 }
@@ -81,20 +81,22 @@ async function fillGroup(place, item) {
   fill(place, table("The rollouts of its group", ["reward", `advantage in ${version}`, "completion", "tokens", "ended by"], group.map((one) => [
     rewardText(one), number(one.trained.find((each) => each.version === version)?.advantage),
     one.rollout_id === item.rollout_id ? h("b", {}, "this one") : h("a", { href: `#/rollout/${one.rollout_id}` }, oneLine(one.response_text) || "(empty)"),
-    number(one.num_response_tokens), one.finish_reason]), "None of it is stored any more."));
+    number(one.num_response_tokens), one.episode?.stop_condition ?? one.finish_reason]), "None of it is stored any more."));
   return group.map((one) => one.rollout_id);
 }
 
 function answered(item) {
   const text = h("div", {}), legend = h("p", { class: "how" });
   const paint = (how) => {
-    fill(text, completion(item, how));
+    const open = [...text.querySelectorAll("details")].map((one) => one.open);
+    fill(text, item.episode ? sequences(item, how, open) : completion(item, how));
     legend.textContent = LEGENDS[how];
   };
   const choices = COLOURINGS.map(([how, label], at) => h("label", {},
     h("input", { type: "radio", name: "colouring", value: how, checked: at === 0, onchange: () => paint(how) }), ` ${label} `));
   paint("logprob");
-  return panel("Completion", `What the model wrote${item.episode ? ", all replies one after another" : ""}. Point at a token for its log-prob and version.`,
+  return panel(item.episode ? "Tokens" : "Completion",
+    `${item.episode ? "What the messages are to the model, by origin: only replies are trained, each once" : "What the model wrote"}. Point at a token for its log-prob and version.`,
     h("fieldset", { class: "tools" }, h("legend", {}, "Coloured"), choices), text, legend,
     facts([["ended by", item.finish_reason], ["tokens", number(item.num_response_tokens)], ["searcher", item.searcher_id],
       ["generated in", duration(item.finished_at_s - item.started_at_s)], ["finished", time(item.finished_at_s)],
@@ -116,35 +118,86 @@ function completion(item, how) {
     return [h("pre", { class: "text", tabindex: "0" }, item.response_text),
       h("p", { class: "how" }, "This service has no tokenizer of the model, so the text is shown without its tokens.")];
   }
-  const shown = Math.min(texts.length, MAX_TOKENS);
+  return [h("pre", { class: "text tokens", tabindex: "0" }, painted(item, how, item.response_tokens, texts, 0)), cut(texts.length)];
+}
+
+function cut(num) {
+  return num > MAX_TOKENS ? h("p", { class: "how" }, `The first ${number(MAX_TOKENS)} of ${number(num)} tokens.`) : null;
+}
+
+/** The texts of tokens, coloured. `first`: number of the first one among the response tokens; null: they are none of them. */
+function painted(item, how, tokens, texts, first) {
   // a skipped step has changed no weights, and an abandoned one none that are left
   const advantage = item.trained.filter((step) => !step.skipped && !step.abandoned).at(-1)?.advantage ?? null;
-  const nodes = [];
-  for (let at = 0; at < shown; at++) {
+  return texts.slice(0, MAX_TOKENS).map((text, offset) => {
+    if (first === null) return h("span", { title: `id ${tokens[offset]}` }, text);
+    const at = first + offset;
     const logprob = item.sampler_logprobs[at], span = item.version_spans.findIndex((one) => at < one.end);
     const kind = how === "logprob" ? `lp-${Math.min(5, Math.floor(-logprob))}`
       : how === "version" ? `span-${span % 4}`
         : how === "advantage" && advantage ? (advantage > 0 ? "more" : "less") : null;
-    nodes.push(h("span", { class: kind, title: `token ${at} (id ${item.response_tokens[at]}): log-prob ${number(logprob)}, version ${item.version_spans[span]?.version}` },
-      texts[at]));
-  }
-  return [h("pre", { class: "text tokens", tabindex: "0" }, nodes),
-    shown < texts.length ? h("p", { class: "how" }, `The first ${number(shown)} of ${number(texts.length)} tokens.`) : null];
+    return h("span", { class: kind, title: `token ${at} (id ${tokens[offset]}): log-prob ${number(logprob)}, version ${item.version_spans[span]?.version}` }, text);
+  });
 }
 
-/** Of a conversation: what it was, its messages, and which tokens of it are trained. */
+/** The sequences of an episode, folded; `open` says which are not. Each part has one origin. */
+function sequences(item, how, open) {
+  const names = item.sequences.length === 1 ? ["All tokens"] : item.sequences.map((_, at) => `Sequence ${at + 1} of ${item.sequences.length}`);
+  let sampled = 0;
+  return item.sequences.map(({ tokens, segments, token_texts: texts }, at) => {
+    const sums = ["policy", "environment", "template"].map((origin) =>
+      `${origin} ${number(segments.reduce((sum, part) => sum + (part.origin === origin ? part.num_tokens : 0), 0))}`);
+    let start = 0;
+    const parts = segments.map((part) => {
+      const [from, first] = [start, part.is_trained ? sampled : null];
+      start += part.num_tokens;
+      if (part.is_trained) sampled += part.num_tokens;
+      return h("li", { class: part.origin }, h("p", { class: "head" }, h("b", {}, part.origin), h("span", { class: "how" }, `${part.role}${part.origin === "policy" ? `, turn ${part.turn + 1}` : ""}, ${number(part.num_tokens)} tokens`),
+        part.origin === "policy" && !part.is_trained ? h("span", { class: "badge", "data-state": "cut-off" }, "not trained again") : null),
+      texts ? [h("pre", { class: "text tokens", tabindex: "0" }, painted(item, how, tokens.slice(from, start), texts.slice(from, start), first)), cut(part.num_tokens)] : null);
+    });
+    return h("details", { open: open[at] ?? false }, h("summary", {}, `${names[at]}: ${number(tokens.length)} (${sums.join(", ")})`),
+      at ? h("p", { class: "how" }, "The messages before it were written anew, so it repeats what it still shows.") : null,
+      texts ? null : h("p", { class: "how" }, "This service has no tokenizer of the model, so the tokens have no text."),
+      h("ol", { class: "talk" }, parts.slice(0, MAX_PARTS)), parts.length > MAX_PARTS ? h("p", { class: "how" }, `The first ${number(MAX_PARTS)} of ${number(parts.length)} parts.`) : null);
+  });
+}
+
+/** An episode: its messages in order, each reply with its tool call and what its turn was paid, and how it ended. */
 function conversation(item) {
   const one = item.episode;
   if (!one) return null;
-  const rows = item.sequences.flatMap((sequence, at) => sequence.segments.map((part) => [number(at), number(part.turn), part.role, part.origin,
-    number(part.num_tokens), part.is_trained ? "yes" : "no", part.finish_reason, part.parse_status]));
-  return panel("Conversation", "The messages, and the tokens that they are. Only replies of the policy are trained, each once.",
-    facts([["environment", `${one.environment} ${one.environment_version}`], ["ended by", one.stop_condition], ["cut off by a limit", one.is_truncated ? "yes" : "no"],
-      ["turns", number(one.num_turns)], ["tool calls", number(one.num_tool_calls)], ["seed", String(one.seed)], ["seat", number(one.seat)],
-      ["reward per turn", one.turn_rewards.map((reward) => (reward === null ? "-" : number(reward))).join(", ")]]),
-    item.messages.map((message) => [h("p", { class: "how" }, `${message.role}, turn ${message.turn}`), h("pre", { class: "text", tabindex: "0" }, message.content)]),
-    table("Tokens by origin", ["sequence", "turn", "role", "origin", "tokens", "trained", "ended by", "tool call"], rows.slice(0, MAX_ROWS), "It has none."),
-    rows.length > MAX_ROWS ? h("p", { class: "how" }, `The first ${number(MAX_ROWS)} of ${number(rows.length)} parts.`) : null);
+  const parts = new Map(item.sequences.flatMap(({ segments }) => segments).filter((part) => part.is_trained).map((part) => [part.turn, part]));
+  // messages of the prompt may be of an assistant too, and come before the reply of their turn
+  const replies = new Map(item.messages.map((message, at) => [message.role === "assistant" ? message.turn : null, at]));
+  const said = ({ role, content, turn }, at) => {
+    const part = role === "assistant" && replies.get(turn) === at ? parts.get(turn) : null, paid = one.turn_rewards[turn] ?? null;
+    return h("li", { class: role }, h("p", { class: "head" }, h("b", {}, ROLES[role]),
+      part ? [h("span", { class: "how" }, `turn ${turn + 1} of ${one.num_turns}, ${number(part.num_tokens)} tokens, ${part.finish_reason}`),
+        part.parse_status ? h("span", { class: "badge", "data-state": part.parse_status === "ok" ? "scored" : "failed" }, `tool call: ${part.parse_status}`) : null,
+        paid === null ? null : h("span", { class: "paid" }, "reward ", h("b", {}, number(paid)))] : null),
+    h("pre", { class: "text", tabindex: "0" }, part ? withCalls(content) : content));
+  };
+  const how = one.failure_boundary ? ["failed", `failed in: ${one.failure_boundary}`] : one.is_truncated ? ["cut-off", `cut off by ${one.stop_condition}`] : ["ended", `ended by ${one.stop_condition}`];
+  return panel("Conversation", "What was said, in order. Beside a turn stands what its environment paid for it; the reward of the whole is below.",
+    facts([["environment", one.environment], ["version", one.environment_version], ["seed", String(one.seed)], ["seat", one.seat || null],
+      ["turns", number(one.num_turns)], ["tool calls", number(one.num_tool_calls)], ["stop condition", one.stop_condition], ["truncated", one.is_truncated ? "yes" : "no"],
+      ["failure boundary", one.failure_boundary]]),
+    h("ol", { class: "talk" }, item.messages.map(said), h("li", { class: "end" }, h("span", { class: "badge", "data-state": how[0] }, how[1]), one.failure_boundary ? ` ${item.reward_reason}` : null)));
+}
+
+const ROLES = { system: "System", user: "User", assistant: "Assistant", tool: "Tool" };
+
+/** A reply with its tool calls as `name(argument: value)`. A call in another form stays as it was written. */
+function withCalls(text) {
+  return text.split(/(<tool_call>[^]*?<\/tool_call>)/).map((piece) => {
+    try {
+      const call = JSON.parse(piece.match(/^<tool_call>([^]*)<\/tool_call>$/)[1]);
+      return h("code", { class: "call", title: piece }, `${call.name}(${Object.entries(call.arguments).map(([name, value]) => `${name}: ${JSON.stringify(value)}`).join(", ")})`);
+    } catch {
+      return piece;
+    }
+  });
 }
 
 function worth(item) {

@@ -111,8 +111,6 @@ class SequenceInfo(StrictModel):
 
     tokens: list[int]
     segments: list[SegmentInfo]
-    token_texts: list[str] | None = None
-    """The text that each token adds; None: this service has no tokenizer of the model."""
 
 
 class MessageInfo(StrictModel):
@@ -197,6 +195,8 @@ class RolloutDetail(RolloutInfo):
     ref_logprob: RefLogprobInfo | None
     token_texts: list[str] | None = None
     """The text that each response token adds; None: this service has no tokenizer of the model."""
+    sequence_texts: list[list[str] | None] | None = None
+    """The same of all tokens, sequence by sequence."""
     trained: list[TrainedStep] = Field(default_factory=list)
     """Steps that consumed the rollout, oldest first; without steps whose advantages are no longer kept."""
     trained_since: VersionText | None = None

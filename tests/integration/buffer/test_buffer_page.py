@@ -133,8 +133,13 @@ def test_a_conversation_is_shown_turn_by_turn_and_its_tokens_by_origin(
     monkeypatch.setattr("tba_buffer.rollouts.token_texts.load_tokenizer", lambda *given: words)
     served = serve_buffer()
     calls = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "<b>3</b>"}}</tool_call>'
-    said = [("user", "What is 2 * 3?", 0), ("assistant", calls, 0), ("tool", "6", 0), ("assistant", "six", 1)]
-    cut = talk(messages=tuple(Message(*each) for each in said))
+    said = (
+        Message("user", "2 * 3?"),
+        Message("assistant", calls),
+        Message("tool", "6"),
+        Message("assistant", "six", 1),
+    )
+    cut = talk(messages=said)
     failed = talk(reward=None, stop_condition="tool_failed", is_truncated=False).with_failure("tool step: it is away")
     served.with_prompts(1).push([encode_rollout(each) for each in (cut, failed)])
     page, watched = open_page(served, f"#/rollout/{cut.rollout_id.hex()}")

@@ -285,15 +285,17 @@ class RolloutReader:
             rollout = placeholders(index, row, run=self._context.run, catalog=self._catalog)[0]
         ref = rollout.ref_logprob
         trained, trained_since = await self._trained_steps.of(bytes.fromhex(rollout_id))
-        tokens = rollout.response_tokens.tolist()
+        tokens, texts_of = rollout.response_tokens.tolist(), self._token_texts.of
+        spoken = [each.tokens.tolist() for each in rollout.sequences] if rollout.episode else []
+        # at once: they wait for one tokenizer
+        texts, *of_sequences = await asyncio.gather(*map(texts_of, [tokens, *spoken]))
         return RolloutDetail(
             **self._fields(rollout, await self._run_state.read_fields(), None, num_batches=num_batches),
             prompt_tokens=rollout.prompt_tokens.tolist(),
             response_tokens=tokens,
             sampler_logprobs=rollout.sampler_logprobs.tolist(),
             ref_logprob=None if ref is None else RefLogprobInfo(value=ref.value, version=str(ref.version)),
-            # at once: they wait for one tokenizer
-            sequences=await asyncio.gather(*(self._sequence_info(each) for each in rollout.sequences))
+            sequences=await in_thread(lambda: [_sequence_info(each) for each in rollout.sequences])
             if rollout.episode
             else None,
             messages=[
@@ -301,16 +303,11 @@ class RolloutReader:
             ]
             if rollout.episode
             else None,
-            token_texts=await self._token_texts.of(tokens),
+            token_texts=texts,
+            sequence_texts=of_sequences or None,
             trained=trained,
             trained_since=trained_since,
         )
-
-    async def _sequence_info(self, sequence: TokenSequence) -> SequenceInfo:
-        # checked when it was pushed; there may be thousands
-        segments = [SegmentInfo.model_construct(**structs.asdict(each)) for each in sequence.segments]
-        tokens = sequence.tokens.tolist()
-        return SequenceInfo(tokens=tokens, segments=segments, token_texts=await self._token_texts.of(tokens))
 
     def _fields(self, rollout: Rollout, run: RunHash, text_chars: int | None, *, num_batches: int) -> dict[str, Any]:
         found, parts = self._catalog.find(rollout.prompt_id), rollout.reward_parts
@@ -354,6 +351,12 @@ def _episode_info(rollout: Rollout, episode: Episode) -> EpisodeInfo:
     known = {name: getattr(episode, name) for name in EpisodeInfo.model_fields if hasattr(episode, name)}
     known |= {"num_turns": rollout.num_replies, "failure_boundary": failure_boundary(rollout.reward_reason)}
     return EpisodeInfo(**{**known, "turn_rewards": list(episode.turn_rewards)})
+
+
+def _sequence_info(sequence: TokenSequence) -> SequenceInfo:
+    # checked when it was pushed; there may be thousands
+    segments = [SegmentInfo.model_construct(**structs.asdict(each)) for each in sequence.segments]
+    return SequenceInfo(tokens=sequence.tokens.tolist(), segments=segments)
 
 
 def _decode(payload: bytes, rollout_id: bytes) -> Rollout | None:

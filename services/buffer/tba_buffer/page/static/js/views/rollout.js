@@ -144,7 +144,8 @@ function painted(item, how, tokens, texts, first) {
 function sequences(item, how, open) {
   const names = item.sequences.length === 1 ? ["All tokens"] : item.sequences.map((_, at) => `Sequence ${at + 1} of ${item.sequences.length}`);
   let sampled = 0;
-  return item.sequences.map(({ tokens, segments, token_texts: texts }, at) => {
+  return item.sequences.map(({ tokens, segments }, at) => {
+    const texts = item.sequence_texts?.[at];
     const sums = ["policy", "environment", "template"].map((origin) =>
       `${origin} ${number(segments.reduce((sum, part) => sum + (part.origin === origin ? part.num_tokens : 0), 0))}`);
     let start = 0;

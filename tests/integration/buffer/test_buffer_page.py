@@ -17,7 +17,7 @@ from tba.weights import checkpoint_prefix
 from tba.wire import Message, encode_rollout
 from tests.integration.buffer.test_buffer_conversations import talk
 from tests.support.browser import Open, until
-from tests.support.buffer import make_prompts, make_rollout
+from tests.support.buffer import make_heartbeat, make_prompts, make_rollout
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.leases import draw, lease
 from tests.support.page_run import NUM_STEPS
@@ -141,7 +141,9 @@ def test_a_conversation_is_shown_turn_by_turn_and_its_tokens_by_origin(
     )
     cut = talk(messages=said)
     failed = talk(reward=None, stop_condition="tool_failed", is_truncated=False).with_failure("tool step: it is away")
-    served.with_prompts(1).push([encode_rollout(each) for each in (cut, failed)])
+    client = served.with_prompts(1)
+    client.push([encode_rollout(each) for each in (cut, failed)])
+    client.heartbeat(make_heartbeat(gauges={"episodes/shop": 4.0, "episodes_failed_tool/shop": 1.0}))
     page, watched = open_page(served, f"#/rollout/{cut.rollout_id.hex()}")
     page.wait_for_selector("section:has-text('Its group')")
     turns = page.locator("section[aria-labelledby=panel-conversation] .talk > li")
@@ -167,6 +169,10 @@ def test_a_conversation_is_shown_turn_by_turn_and_its_tokens_by_origin(
     page.goto(f"{served.url}/#/rollouts?failure_boundary=tool")
     until(page, "document.querySelectorAll('main tbody tr').length === 1")
     assert page.input_value("#filter-failure_boundary") == "tool"
+    page.click("nav >> text=Overview")
+    page.wait_for_selector("#panel-environments")
+    cells = page.locator("section[aria-labelledby=panel-environments] tbody td")
+    assert cells.all_inner_texts()[:4] == ["shop", "4", "0.0 %", "tool 1"]
     assert watched.errors == []
 
 

@@ -109,6 +109,8 @@ function tokensAndTime({ tokens, component_seconds: seconds, rates }) {
     ]));
 }
 
+const STATUSES = ["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool"];
+
 /** Of each environment what all searchers have counted (NAME/TASK), and the means of the newest batch. */
 function environments(run) {
   const counts = {}, byAge = [...run.components].sort((a, b) => a.heartbeat_age_s - b.heartbeat_age_s);
@@ -121,11 +123,12 @@ function environments(run) {
   const batch = byAge.find((item) => item.kind === "trainer")?.gauges ?? {}, failed = "episodes_failed_";
   const mean = (total, num) => (num ? `${number(total / num, 2)} s` : "-");
   const rows = Object.entries(counts).sort().map(([name, one]) => [h("a", { href: `#/rollouts?environment=${encodeURIComponent(name)}` }, name), number(one.episodes ?? 0), percent((one.episodes_truncated ?? 0) / (one.episodes || 1)),
-    Object.entries(one).filter(([key]) => key.startsWith(failed)).map(([key, num]) => `${key.slice(failed.length)} ${number(num)}`).join(", ") || "0",
-    number(batch[`num_turns/${name}/mean`]), number(batch[`tools/${name}/call_frequency`]), percent(batch[`tools/${name}/ok_frequency`]),
-    number(batch[`decode_len/${name}/mean`]), number(batch[`environment_len/${name}/mean`]), mean(one.environment_s, one.environment_answers), mean(one.tool_s, one.tool_s && one.tool_calls)]);
-  return rows.length ? panel("Environments", "What searchers have played so far, again and again where an episode failed; the means per episode are of the newest batch. For reasons of failures filter the rollouts by what they failed in.",
-    table("Environments", ["environment", "episodes", "truncated", "failed", "turns", "tool calls", "calls that parse", "policy tokens", "environment tokens", "time of an answer", "of a tool call"], rows)) : null;
+    Object.entries(one).filter(([key]) => key.startsWith(failed)).map(([key, num]) => h("div", {}, `${key.slice(failed.length)} ${number(num)}`)),
+    number(batch[`num_turns/${name}/mean`]), number(batch[`decode_len/${name}/mean`]), number(batch[`environment_len/${name}/mean`]),
+    mean(one.environment_s, one.environment_answers), mean(one.tool_s, one.tool_s && one.tool_calls), number(batch[`tools/${name}/call_frequency`]),
+    STATUSES.map((status) => [status, batch[`tools/${name}/${status}_frequency`]]).filter(([, share]) => share).map(([status, share]) => h("div", {}, `${status} ${percent(share)}`))]);
+  return rows.length ? panel("Environments", "Episodes that searchers have played, with every try of those that failed; the means per episode are of the newest batch. For the reasons of failures, filter the rollouts by what they failed in.",
+    table("Environments", ["environment", "episodes", "truncated", "failed in", "turns", "policy tokens", "environment tokens", "answers in", "tools in", "tool calls", "by what they were"], rows)) : null;
 }
 
 function newest(values) {

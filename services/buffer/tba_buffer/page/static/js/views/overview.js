@@ -128,7 +128,7 @@ function environments(run) {
     mean(one.environment_s, one.environment_answers), mean(one.tool_s, one.tool_s && one.tool_calls), number(batch[`tools/${name}/call_frequency`]),
     STATUSES.map((status) => [status, batch[`tools/${name}/${status}_frequency`]]).filter(([, share]) => share).map(([status, share]) => h("div", {}, `${status} ${percent(share)}`))]);
   return rows.length ? panel("Environments", "Episodes that searchers have played, with every try of those that failed; the means per episode are of the newest batch. For the reasons of failures, filter the rollouts by what they failed in.",
-    table("Environments", ["environment", "episodes", "truncated", "failed in", "turns", "policy tokens", "environment tokens", "answers in", "tools in", "tool calls", "by what they were"], rows)) : null;
+    table("Environments", ["environment", "episodes", "truncated", "failed in", "turns", "policy tokens", "environment tokens", "time of answers", "of tools", "tool calls", "by what they were"], rows)) : null;
 }
 
 function newest(values) {

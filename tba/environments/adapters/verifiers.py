@@ -20,7 +20,7 @@ from typing import Any
 from tba.environments.adapters import required, version_of
 from tba.environments.protocol import Boundary, EpisodeError, Outcome, Policy
 
-__all__ = ["Chat", "Verifiers"]  # noqa: F822  verifiers takes the harness from here; see `__getattr__`
+__all__ = ["Chat", "Verifiers"]  # noqa: F822 # pyright: ignore[reportUnsupportedDunderAll]
 HARNESS = "tba_chat"
 BOUNDARIES: dict[str, Boundary] = {"ToolsetError": "tool", "SandboxError": "sandbox", "TaskError": "judge"}
 

@@ -239,7 +239,10 @@ def test_the_reward_service_need_not_know_what_an_environment_pays(monkeypatch: 
     ("section", "said"),
     [
         ({"environment": "shop:Sohp"}, r"environment 'shop:Sohp' cannot be imported .*; did you mean 'Shop'\?$"),
-        ({**SECTION, "settings": {"godos": 2}}, r"\.settings do not fit shop:Shop: got an unexpected keyword argument 'godos'"),
+        (
+            {**SECTION, "settings": {"godos": 2}},
+            r"\.settings do not fit shop:Shop: got an unexpected keyword argument 'godos'",
+        ),
         ({**SECTION, "tools": ["shop:untold"]}, ": loading: tool untold has no docstring"),
         ({"environment": "shop:Slow", "turn_timeout_s": 0.1}, r": reset for prompt 'p' took more than 0\.1 s; make"),
         ({"environment": "shop:Rude"}, r": reset for prompt 'p': \{'role': 'guest', 'content': 'x'\} is no message"),

@@ -161,14 +161,7 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(world: TlsWorld,
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("service", "link"),
-    [
-        ("trainer", "store"),
-        ("searcher", "buffer"),
-        ("searcher", "reward"),
-    ],
-)
+@pytest.mark.parametrize(("service", "link"), [("trainer", "store"), ("searcher", "buffer"), ("searcher", "reward")])
 def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(world, service, link, fault):
     recipe = world.recipe(**_changed(world, link, fault))
     before = _num_connections(world)
@@ -188,11 +181,7 @@ def test_a_command_that_cannot_have_tls_says_so(world: TlsWorld, fault: str, cap
 
 
 def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:
-    section, key = {
-        "buffer": ("buffer", "url"),
-        "reward": ("reward", "url"),
-        "store": ("store", "endpoint_url"),
-    }[link]
+    section, key = {"buffer": ("buffer", "url"), "reward": ("reward", "url"), "store": ("store", "endpoint_url")}[link]
     address: str = world.document[section][key]
     scheme = address.partition("://")[0]
     port = world.impostors[fault].port

@@ -51,6 +51,7 @@ ARMS: dict[str, dict[str, Any]] = {"recipe": {}, "shuffled": {"trainer.shuffle_r
     }
     for age, preset in product((0, 16), ("tba_prime", "tb_positive", "grpo"))
 }
+NUMBERS = ("start_accuracy", "final_accuracy", "start_greedy", "final_greedy")
 Cell = tuple[str, str, int]
 """World, arm and seed."""
 
@@ -83,7 +84,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return {
         **{key: summary[key] for key in ("state", "steps", "train_s", "mean_policy_age", "trainer_wait_share")},
         "curve": [(step, round(train_s.get(step, 0.0), 1), points[step]) for step in sorted(points)],
-        **{key: summary[key] for key in ("start_accuracy", "final_accuracy", "start_greedy", "final_greedy")},
+        **{key: summary[key] for key in NUMBERS},
         "num_heldout": summary["num_heldout_prompts"],
         "num_unknown": summary["num_unknown_scores"],
         "rollouts_failed": summary["rollouts_failed"],
@@ -102,13 +103,14 @@ def _python(*words: str) -> None:
 
 def tables(cells: dict[Cell, dict[str, Any]]) -> Iterator[str]:
     """Yield the page as Markdown."""
-    head = ["arm", "seed", "start", "end", "end, greedy", f"seconds to {TARGET}", "training, s", "steps", "age", "load"]
+    head = ["arm", "seed", "start", "end", "start, greedy", "end, greedy", f"seconds to {TARGET}", "training, s"]
+    head += ["steps", "age", "load"]
     for world in WORLDS:
         rows = [
             [
                 f"`{arm}`",
                 f"{seed}",
-                *(f"{one[key]:.3f}" for key in ("start_accuracy", "final_accuracy", "final_greedy")),
+                *(f"{one[key]:.3f}" for key in NUMBERS),
                 next((f"{seconds:.0f}" for _, seconds, accuracy in one["curve"] if accuracy >= TARGET), "-"),
                 f"{one['train_s']:.0f}",
                 f"{one['steps']}" + ("" if one["state"] == "done" else f", {one['state']}"),

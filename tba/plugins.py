@@ -101,7 +101,10 @@ def explain_errors(value: str, *, what: str, verb: str) -> Iterator[None]:
     except TbaError:
         raise
     except (Exception, SystemExit) as error:  # foreign code raises anything, and may call sys.exit
-        raise ConfigError(f"{what} {value!r} {verb} ({type(error).__name__}: {error}); {remedy(what)}") from error
+        fix = remedy(what)
+        if isinstance(error, AttributeError) and error.name is not None:
+            fix += did_you_mean(error.name, dir(error.obj))
+        raise ConfigError(f"{what} {value!r} {verb} ({type(error).__name__}: {error}); {fix}") from error
 
 
 def _add_current_folder() -> None:

@@ -53,6 +53,8 @@ set: change settings of a run in progress, or show what was changed and when
 scale: start or stop searchers of a run in progress, or show how many there are
     tba scale                         # show how many there are
     tba scale 4 quickstart-seed0 --reason "the night is cheap"
+env try: play one episode in this terminal, then show its tokens; a line is a reply
+    tba env try my.toml --task shop   # a call: <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 config check: find what in a recipe would fail: prompts, model, scorers
     tba config check my.toml --offline --json
     tba config check my.toml --sample 8   # also ask the real model 8 prompts
@@ -115,7 +117,7 @@ evaluate: the published evaluation of a task: generate, score, measure, compare
 GROUPS = {
     "start": "demo run init",
     "look": "runs view status table rollouts ledger",
-    "data and tasks": "config score prompts data evaluate export",
+    "data and tasks": "config score env prompts data evaluate export",
     "operate": "pause resume stop set scale rollback rescore buffer weights",
     "machines": "doctor sizing setup model",
 }
@@ -347,6 +349,10 @@ def _add_task(commands: Subparsers) -> None:
     )
     score.add_argument("--recipe", metavar="RECIPE", required=True, help="its scorers are tried")
     _add_overrides(score)
+    play = _command(_group(commands, "env", "play an episode by hand"), "env try", "evaluate:try_command", json=False)
+    _add_recipe(play)
+    play.add_argument("--task", metavar="NAME", help="of this task (default: the first with an environment or tools)")
+    play.add_argument("--model", action="store_true", help="let the model of the recipe reply")
 
 
 def _add_control(commands: Subparsers) -> None:

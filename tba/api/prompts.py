@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tba.fields import MAX_DIGITS, Integer, Name, Number, RunState, Split, StrictModel, VersionText
 from tba.wire.codec import new_id
-from tba.wire.sequences import MAX_ENVIRONMENT_SEED
+from tba.wire.sequences import MAX_ENVIRONMENT_SEED, MAX_SEAT
 
 MAX_DATA_LEVELS = 32
 """Most levels of nesting in a prompt's data, well below the limits of the JSON parsers that read it."""
@@ -109,6 +109,12 @@ class Prompt(StrictModel):
         if type(seed) is int and 0 <= seed <= MAX_ENVIRONMENT_SEED:
             return seed
         return int.from_bytes(blake2b(self.prompt_id.encode(), digest_size=6).digest(), "little")
+
+    @property
+    def environment_seat(self) -> int:
+        """The seat that the rollouts of this prompt play: `seat` of its data, else 0."""
+        seat = self.data.get("seat")
+        return seat if type(seat) is int and 0 <= seat <= MAX_SEAT else 0
 
 
 class PromptUpload(StrictModel):

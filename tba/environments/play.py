@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any, cast
 
 from tba import plugins
-from tba.environments.protocol import Environment, EpisodeError, Reply, Reset, Step, ToolCall
+from tba.environments.protocol import Agent, Environment, EpisodeError, Outcome, Policy, Reply, Reset, Step, ToolCall
 from tba.environments.remote import RemoteEnvironment, ask
 from tba.environments.tools import Tool, failure_of, text_of, tool_of
 from tba.errors import ConfigError
@@ -102,10 +102,17 @@ class Play:
         tools: those of the recipe; an environment may add others in `reset`.
     """
 
-    def __init__(self, environment: Environment | None, tools: Sequence[Tool] = ()) -> None:
-        self._environment = environment
+    def __init__(self, environment: Environment | Agent | None, tools: Sequence[Tool] = ()) -> None:
+        self.agent = environment if isinstance(environment, Agent) else None
+        self._environment = environment if isinstance(environment, Environment) else None
         self._tools = by_name(tools)
         self._turn = 0
+
+    async def play(self, seed: int, data: Mapping[str, Any], policy: Policy) -> Outcome:
+        """Let the agent play the whole episode."""
+        assert self.agent is not None
+        reward, session, stop_condition, truncated = _tuple(Outcome, await call(self.agent.play, seed, data, policy))
+        return Outcome(_checked_reward(reward, "play"), str(session), str(stop_condition or "done"), bool(truncated))
 
     async def reset(self, seed: int, data: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Begin the episode; return its messages and the schemas of all tools."""
@@ -138,17 +145,15 @@ class Play:
         if self._environment is None:
             return Step(done=True, info={"stop_condition": "no_tool_call"})
         messages, reward, done, told = _tuple(Step, await call(self._environment.step, reply))
-        if reward is not None and not (isinstance(reward, int | float) and is_bounded(reward)):
-            raise EpisodeError(f"step returned the reward {reward!r:.60}; give a number up to {MAX_NUMBER:g}, or None")
         # the rest of what it tells, such as arrays of Gymnasium, is of no use here
         info = told or {}
         known = {"truncated": bool(info.get("truncated")), "stop_condition": str(info.get("stop_condition") or "done")}
-        return Step(user_messages(messages), None if reward is None else float(reward), bool(done), known)
+        return Step(user_messages(messages), _checked_reward(reward, "step"), bool(done), known)
 
     async def close(self) -> None:
-        """Close the environment."""
-        if self._environment is not None:
-            await call(self._environment.close)
+        """Close the environment or the agent."""
+        if (played := self.agent or self._environment) is not None:
+            await call(played.close)
 
     async def _answer(self, tool_call: ToolCall) -> tuple[str, bool]:
         """Return the text that answers a call, and whether it is an error; raise EpisodeError if a tool failed."""
@@ -164,6 +169,12 @@ class Play:
             if isinstance(failure, EpisodeError):
                 raise failure from error
             return f"error: {failure}", True
+
+
+def _checked_reward(reward: Any, method: str) -> float | None:
+    if reward is not None and not (isinstance(reward, int | float) and is_bounded(reward)):
+        raise EpisodeError(f"{method} returned the reward {reward!r:.60}; give a number up to {MAX_NUMBER:g}, or None")
+    return None if reward is None else float(reward)
 
 
 def _tuple(kind: Any, value: Any) -> Any:
@@ -207,10 +218,13 @@ def open_play(
             raise ConfigError(f"{what}.settings do not fit {environment}: {error}; correct them") from None
         with plugins.explain_errors(environment, what=f"{what}.environment", verb="failed"):
             made = factory(**settings)
-        if not isinstance(made, Environment):
+        if isinstance(made, Agent):
+            if functions:
+                raise ConfigError(f"{what}.tools: an agent calls its tools itself; remove them")
+        elif not isinstance(made, Environment):
             raise ConfigError(
-                f"{what}.environment {environment!r} made {made!r:.80}, which lacks reset, step or close; add them "
-                "(docs/environments.md)"
+                f"{what}.environment {environment!r} made {made!r:.80}, which lacks reset, step or close, or play and "
+                "close; add them (docs/environments.md)"
             )
         return Play(made, functions)
 

@@ -4,6 +4,10 @@
     step(reply)        -> messages, reward, done, info        until done, or a limit of the recipe
     close()
 
+Or an agent, which asks for the replies itself:
+
+    play(seed, data, policy)  -> reward                       calls an address with a secret, as often as it likes
+
 Messages are in the format of OpenAI: {"role", "content"}; a plain text is a message of the user. `data` is the data of
 the prompt. With equal seeds, data and replies an environment should answer equally: off-policy TB is exact only then.
 
@@ -93,6 +97,41 @@ class Environment(Protocol):
 
     async def step(self, reply: Reply) -> Step:
         """Answer a reply of the policy."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode holds; called once, whatever happened."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Where an agent asks for replies (docs/environments.md has the routes)."""
+
+    url: str
+    secret: str
+    """Of this episode."""
+    tokenizer: str
+    """Folder of the model's tokenizer files, for agents that render messages themselves."""
+
+
+class Outcome(NamedTuple):
+    """The end of an agent's play; a plain tuple is taken too."""
+
+    reward: float | None
+    """None: nothing is known, which is not 0."""
+    session: str = ""
+    """The `X-Session-ID` of the conversation that is stored; an agent may have others, such as those of other seats."""
+    stop_condition: str = "done"
+    truncated: bool = False
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """Plays an episode from its beginning to its end; one object plays one episode."""
+
+    async def play(self, seed: int, data: Mapping[str, Any], policy: Policy) -> Outcome:
+        """Play the episode."""
         ...
 
     async def close(self) -> None:

@@ -35,6 +35,8 @@ MAX_MESSAGES = 4096
 MAX_ENVIRONMENT_SEED = 2**53 - 1
 """The largest whole number that JSON keeps in every reader."""
 
+MAX_SEAT = 255
+
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 """Raw little-endian int32 token ids, or float32 log-probs."""
 Edge = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -121,7 +123,7 @@ class Episode(Document, frozen=True, kw_only=True, omit_defaults=True, gc=True):
     environment: Name
     environment_version: Name
     seed: Annotated[int, Meta(ge=0, le=MAX_ENVIRONMENT_SEED)]
-    seat: Annotated[int, Meta(ge=0, le=255)] = 0
+    seat: Annotated[int, Meta(ge=0, le=MAX_SEAT)] = 0
     stop_condition: Name
     """What ended it: the environment, or the limit that it reached."""
     is_truncated: bool = False

@@ -1,10 +1,12 @@
-"""`tba evaluate`: the published evaluation of a model; and the answers for `tba config check --sample`."""
+"""`tba evaluate`: the published evaluation of a model; answers for `tba config check --sample`; and `tba env try`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from tba_cli.artifacts.prepared import check_prepared
 from tba_cli.commands.export import choose, source_of
 from tba_cli.commands.run import loudness_of
 from tba_cli.local.evaluate import EvaluationConsole, evaluate_here
-from tba_cli.prompts.reader import heldout_prompts
+from tba_cli.prompts.reader import heldout_prompts, prompts_of
 from tba_cli.reports.answers import compare, comparison_lines
 from tba_cli.reports.comparison import evaluation_markdown
 from tba_cli.reports.sample import SampledAnswer
@@ -108,6 +110,21 @@ def _compare_command(args: argparse.Namespace, console: EvaluationConsole) -> in
     console.result("\n".join(comparison_lines(found, limit=limit)))
     console.result(f"all pairs: {path}")
     return 0
+
+
+def try_command(args: argparse.Namespace) -> int:
+    """Become the program that plays one episode in this terminal."""
+    sets = [*args.set, "searcher.engine=embedded"]
+    recipe = load_recipe(args.recipe, sets=sets)
+    check_prepared(recipe)
+    tasks = recipe.environments.keys() & ({args.task} if args.task else recipe.environments)
+    prompt = next((prompt for prompt in prompts_of(recipe) if prompt.task in tasks), None)
+    if prompt is None:
+        raise ConfigError(f"no prompt of {args.recipe} has such a task with an environment or tools; correct --task")
+    os.environ.setdefault("TBA_LOG_FORMAT", "console")
+    words = [prompt.model_dump_json(), "model" if args.model else "hand", "--config", str(args.recipe)]
+    words += [word for item in sets for word in ("--set", item)]
+    os.execv(sys.executable, [sys.executable, "-m", "tba_searcher.evaluation.try_episode", *words])
 
 
 def _check_engine(recipe: Recipe) -> None:

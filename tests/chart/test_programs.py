@@ -7,9 +7,7 @@ import os
 import ssl
 import stat
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ import yaml
 
 from tba_cli.redis_server import START_SCRIPT
 from tests.integration.conftest import redis, serve_buffer
+from tests.support import loopback
 from tests.support.buffer import make_prompts, make_recipe, start_lineage, write_recipe
 from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.certificates import make_certificate
@@ -126,23 +125,19 @@ def test_the_hook_can_be_off() -> None:
     assert [x["metadata"]["name"] for x in made.objects if x["metadata"]["name"] == "t-stop"] == []
 
 
-class Jobs(HTTPServer):
+class Jobs(loopback.Server):
     """The Kubernetes API of one Job: statuses to answer with, in order; the last one stays."""
 
     def __init__(self, folder: Path, statuses: list[int]) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.statuses, self.calls = statuses, []
-        self.calls: list[tuple[str, str, str, object]]
+        self.statuses, self.calls = statuses, list[tuple[str, str, str, object]]()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*make_certificate(folder))
-        self.socket = context.wrap_socket(self.socket, server_side=True)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        super().__init__(Answer, context=context)
 
 
-class Answer(BaseHTTPRequestHandler):
+class Answer(loopback.Handler):
     def do_GET(self) -> None:
-        length = int(self.headers.get("content-length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
+        body = json.loads(self.body() or b"null")
         assert isinstance(self.server, Jobs)
         self.server.calls.append((self.command, self.path, self.headers["authorization"], body))
         statuses = self.server.statuses
@@ -150,14 +145,9 @@ class Answer(BaseHTTPRequestHandler):
             statuses.pop(0)
             self.wfile.write(b"nonsense\r\n\r\n")
             return
-        self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
-        self.send_header("content-length", "0")
-        self.end_headers()
+        self.answer(statuses.pop(0) if len(statuses) > 1 else statuses[0])
 
     do_DELETE = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +166,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_port))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     yield server
-    server.shutdown()
-    server.server_close()
+    server.close()
 
 
 @pytest.mark.parametrize(

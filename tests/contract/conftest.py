@@ -10,7 +10,7 @@ import pytest
 
 from tba.config.sections import StoreSection
 from tba.store import ObjectStore, open_store
-from tests.support.s3_server import CREDENTIALS, S3Server
+from tests.support.s3_server import S3Server, s3_with_bucket
 
 BUCKET = "tba-contract"
 _prefixes = itertools.count()
@@ -19,16 +19,8 @@ _prefixes = itertools.count()
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One server for the session, with one bucket."""
-    server = S3Server(tmp_path_factory.mktemp("s3-server"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        try:
-            server.start()
-            server.create_bucket(BUCKET)
-            yield server
-        finally:
-            server.kill()
+    with s3_with_bucket(tmp_path_factory.mktemp("s3-server"), BUCKET) as server:
+        yield server
 
 
 @pytest.fixture

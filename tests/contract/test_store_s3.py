@@ -48,7 +48,7 @@ class Proxy(FaultyProxy):
 
 @pytest.fixture
 def proxy(s3_server: S3Server, s3_section: StoreSection) -> Iterator[Proxy]:
-    with Proxy(s3_server, s3_section).running() as proxy:
+    with Proxy(s3_server, s3_section) as proxy:
         yield proxy
 
 

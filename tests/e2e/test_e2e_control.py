@@ -195,10 +195,7 @@ def the_others_change_where_they_act(place: Place, control: Control) -> None:
         slots = entry.slots
         assert entry.most_on_policy_prob == (1.0 if entry.step >= m_first else 0.0)
         assert slots["recent"] + slots["fallback"] == (slots["total"] if entry.step >= m_first else 0)
-    until(
-        "rollouts at 0.6",
-        lambda: any(r.sampling.temperature == 0.6 for r in rollouts(place)),
-    )
+    until("rollouts at 0.6", lambda: any(r.sampling.temperature == 0.6 for r in rollouts(place)))
     seen = {(r.rollout_id in before, r.sampling.temperature) for r in rollouts(place)}
     assert (True, TEMPERATURE) in seen
     assert seen <= {(True, TEMPERATURE), (False, TEMPERATURE), (False, 0.6)}

@@ -90,3 +90,14 @@ def test_evaluations_play_episodes_too(place: Place):
     lines = [line for line in place.started[0].out.splitlines() if line.endswith("on 8 held-out prompts")]
     assert any(line.startswith("mean reward") for line in lines)
     assert any(line.startswith("pass@1 greedy") for line in lines)
+
+
+@pytest.mark.parametrize("words", [[], ["--model"]])
+def test_one_episode_is_tried_by_hand_and_by_the_model(place: Place, words: list[str]):
+    tried = place.tba("env", "try", "recipe.json", "--task", "talk", *words, typed="one\ntwo\nthree\n")
+    assert tried.returncode == 0, tried.stderr
+    told, _, tokens = tried.stdout.partition("stop condition: ")
+    rows = [line.split(maxsplit=4) for line in tokens.splitlines()[1:]]
+    assert {row[1] for row in rows if row[2] == "trained"} == {"policy"}
+    assert words or told.endswith("\nuser: more\nturn rewards: 1.0, 1.0, 1.0\n")
+    assert words or [row[4] for row in rows[2::3]] == [f"'{text}<|im_end|>'" for text in ("one", "two", "three")]

@@ -17,16 +17,7 @@ import torch
 from tba.api import RunInfo
 from tba.versions import PolicyVersion
 from tests.e2e.conftest import MakePlace
-from tests.support.e2e import (
-    ENDLESS,
-    RUN,
-    SET_FALLING_BETA,
-    Place,
-    falling_beta,
-    freeze_when,
-    stands_at,
-    whole_ledger,
-)
+from tests.support.e2e import ENDLESS, RUN, SET_FALLING_BETA, Place, falling_beta, freeze_when, stands_at, whole_ledger
 from tests.support.stored_checkpoint import section_tensors
 
 CHECKPOINT_INTERVAL = 5

@@ -27,7 +27,7 @@ from tba_cli.main import main
 from tests.e2e.conftest import MakePlace
 from tests.support.e2e import RUN, Place, decode_all
 from tests.support.rollout_values import replace
-from tests.support.s3_server import CREDENTIALS, S3Server
+from tests.support.s3_server import s3_with_bucket
 from tests.support.stored_checkpoint import section_tensors
 
 NUM_STEPS, BATCH_ROLLOUTS, LAG_STEPS = 20, 16, 3
@@ -230,16 +230,8 @@ def test_a_fork_continues_from_a_version_with_what_arrived_before_its_mark(finis
 
 @pytest.fixture(scope="module")
 def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        try:
-            server.start()
-            server.create_bucket("weights")
-            yield {"url": "s3://weights/some/prefix", "endpoint_url": server.url}
-        finally:
-            server.kill()
+    with s3_with_bucket(tmp_path_factory.mktemp("s3"), "weights") as server:
+        yield {"url": "s3://weights/some/prefix", "endpoint_url": server.url}
 
 
 @pytest.fixture(scope="module")

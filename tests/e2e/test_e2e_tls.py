@@ -16,14 +16,15 @@ from tba_searcher.service import run_searcher
 from tba_trainer.trainer import run_trainer
 
 from tba.clients import BufferClient
-from tba.config import Recipe, load_recipe, parse_recipe
+from tba.config import Recipe, load_recipe
 from tba.errors import StoreTlsError, TlsError
 from tba_cli.doctor import run_checks
 from tba_cli.doctor.checks import CHECKS
 from tba_cli.doctor.target import target_of
 from tba_cli.local.services import wait_until_ready
 from tba_cli.main import main
-from tests.support.buffer import start_service, write_recipe
+from tests.support.buffer import start_service
+from tests.support.deployment import Described
 from tests.support.e2e import ENDLESS, tiny_sections
 from tests.support.redis_process import free_port, start_redis
 from tests.support.s3_server import CREDENTIALS, S3Server
@@ -40,23 +41,12 @@ def proxy(name: str, port: int) -> TlsProxy:
 
 
 @dataclass
-class TlsWorld:
+class TlsWorld(Described):
     """Everything but trainer and searcher is up, and the prompts are uploaded."""
 
-    folder: Path
-    document: dict[str, Any]
     impostors: dict[str, TlsProxy]
     """Certificate -> a server that shows it; there is nothing behind the server."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
-    def recipe(self, **sections: dict[str, Any]) -> Recipe:
-        document = dict(self.document)
-        for name, values in sections.items():
-            document[name] = {**document.get(name, {}), **values}
-        return parse_recipe(document, where="recipe of the TLS test")
-
-    def write(self, name: str, **sections: dict[str, Any]) -> Path:
-        return write_recipe(self.folder / f"{name}.json", self.recipe(**sections))
 
     def start(self, kind: str, recipe: Path) -> None:
         self.processes[kind] = start_service(f"tba_{kind}", recipe, self.folder / f"{kind}.log")
@@ -171,14 +161,7 @@ def test_a_run_trains_over_tls_and_status_and_doctor_look_at_it(world: TlsWorld,
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("service", "link"),
-    [
-        ("trainer", "store"),
-        ("searcher", "buffer"),
-        ("searcher", "reward"),
-    ],
-)
+@pytest.mark.parametrize(("service", "link"), [("trainer", "store"), ("searcher", "buffer"), ("searcher", "reward")])
 def test_a_process_that_cannot_have_tls_says_so_in_a_sentence_and_ends(world, service, link, fault):
     recipe = world.recipe(**_changed(world, link, fault))
     before = _num_connections(world)
@@ -198,11 +181,7 @@ def test_a_command_that_cannot_have_tls_says_so(world: TlsWorld, fault: str, cap
 
 
 def _changed(world: TlsWorld, link: str, fault: str) -> dict[str, dict[str, Any]]:
-    section, key = {
-        "buffer": ("buffer", "url"),
-        "reward": ("reward", "url"),
-        "store": ("store", "endpoint_url"),
-    }[link]
+    section, key = {"buffer": ("buffer", "url"), "reward": ("reward", "url"), "store": ("store", "endpoint_url")}[link]
     address: str = world.document[section][key]
     scheme = address.partition("://")[0]
     port = world.impostors[fault].port

@@ -51,11 +51,7 @@ def test_trl_makes_both_models_and_a_run_uses_them(tmp_path: Path) -> None:
     scorer = {"kind": "reward_model", "model": JUDGE, "append_eos": True}
     place = Place(
         tmp_path,
-        tiny_sections(
-            Path(POLICY),
-            reward={"tasks": {"addition": {"scorers": [scorer]}}},
-            trainer={"num_steps": 2},
-        )
+        tiny_sections(Path(POLICY), reward={"tasks": {"addition": {"scorers": [scorer]}}}, trainer={"num_steps": 2})
         | {
             "prepare": [
                 {"path": "models/base", "kind": "model", "manual": "this test makes it"},

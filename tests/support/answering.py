@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support import loopback
 
 Answer = tuple[int, Any]
 """Status and body: bytes, or a JSON document."""
@@ -21,29 +20,14 @@ def answering(answers: list[Answer]) -> Iterator[tuple[str, list[str]]]:
     """
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(loopback.Handler):
         def do_POST(self) -> None:
             status, body = answers[min(len(asked), len(answers) - 1)]
             asked.append(self.path)
-            self.rfile.read(int(self.headers["content-length"] or 0))
-            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            if status == 307:
-                self.send_header("location", "/elsewhere")
-            self.send_header("content-length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
+            self.body()
+            self.answer(status, body, {"location": "/elsewhere"} if status == 307 else None)
 
         do_GET = do_POST
 
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with loopback.Server(Handler) as server:
+        yield server.url, asked

@@ -40,12 +40,7 @@ def make_recipe(*, run: str | dict[str, Any] = "test", **sections: dict[str, Any
         "objective": {"preset": "tb"},
         "eval": {"num_samples": 2, "timeout_s": 1000.0},
         "searcher": {"max_response_tokens": MAX_TOKENS},  # tests push rollouts of many lengths
-        "sampling": {
-            "prompts_per_batch": 4,
-            "group_size": 4,
-            "rollouts_per_visit": 4,
-            "min_size_to_sample": 8,
-        },
+        "sampling": {"prompts_per_batch": 4, "group_size": 4, "rollouts_per_visit": 4, "min_size_to_sample": 8},
     }
     for name, values in sections.items():
         document[name] = {**document.get(name, {}), **values}

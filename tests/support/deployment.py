@@ -25,13 +25,12 @@ REDIS_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """A running deployment, with nothing set up in it yet."""
+@dataclass
+class Described:
+    """Services whose recipe is a document."""
 
     folder: Path
     document: dict[str, Any]
-    store_server: S3Server
 
     def recipe(self, **sections: dict[str, Any]) -> Recipe:
         document = dict(self.document)
@@ -41,6 +40,13 @@ class Deployment:
 
     def write(self, name: str, **sections: dict[str, Any]) -> Path:
         return write_recipe(self.folder / f"{name}.json", self.recipe(**sections))
+
+
+@dataclass
+class Deployment(Described):
+    """A running deployment, with nothing set up in it yet."""
+
+    store_server: S3Server
 
 
 @contextmanager

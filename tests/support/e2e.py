@@ -133,9 +133,10 @@ class Place:
         assert started.err == ""
         return self
 
-    def tba(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def tba(self, *words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self._command(*words),
+            input=typed,
             cwd=self.path,
             env=os.environ | self.environ,
             capture_output=True,

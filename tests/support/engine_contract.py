@@ -137,11 +137,7 @@ class Bench:
     def manifest(self, model: Model, version: PolicyVersion, **changes: Any) -> Manifest:
         """Return the manifest of a version; `changes` replace fields, to spoil it."""
         request = Request(
-            request_id="",
-            prompt_tokens=(4, 5, 6),
-            sampling=Sampling.of(1.0),
-            max_response_tokens=9,
-            eos_ids=(),
+            request_id="", prompt_tokens=(4, 5, 6), sampling=Sampling.of(1.0), max_response_tokens=9, eos_ids=()
         )
         response = [7, 8, 9, 10]
         canary = Canary(
@@ -521,10 +517,7 @@ def case_stop_strings_end_a_response(bench: Bench) -> None:
                 dataclasses.replace(request, request_id="stop", sampling=Sampling.of(0.0, stop=(stop,))),
                 dataclasses.replace(request, request_id="never", sampling=Sampling.of(0.0, stop=("=?=?=",))),
                 dataclasses.replace(
-                    request,
-                    request_id="late",
-                    sampling=Sampling.of(0.0, stop=(stop,)),
-                    min_response_tokens=first + 3,
+                    request, request_id="late", sampling=Sampling.of(0.0, stop=(stop,)), min_response_tokens=first + 3
                 ),
             ],
         )

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tba.api import Prompt
-from tba.environments import EpisodeError, Reply, Reset, Step
+from tba.environments import EpisodeError, Outcome, Policy, Reply, Reset, Step
 from tba.fields import Split
 
 
@@ -159,6 +161,68 @@ def worker_pids(searcher: int) -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended
             continue
-        if parent == searcher and "tba_searcher.episodes.worker" in words:
+        if parent == searcher and "tba.environments.worker" in words:
             found.append(int(entry.name))
     return found
+
+
+class Scripted:
+    """An agent that does what `data.script` says, and ends with the texts that it got."""
+
+    async def play(self, seed: int, data: Mapping[str, Any], policy: Policy) -> Outcome:
+        """Talk to the policy by HTTP, as any OpenAI client would."""
+        messages: list[dict[str, Any]] = []
+        got: list[str] = []
+        tokens: list[int] = []
+        async with httpx.AsyncClient(base_url=policy.url, timeout=60) as client:
+
+            async def ask(**extra: Any) -> dict[str, Any]:
+                body = {"model": "any", "messages": messages, "tools": data.get("tools"), **extra}
+                answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+                if answer.is_error:
+                    raise ValueError(f"{answer.status_code}: {answer.json()['error']['message']}")
+                choice = answer.json()["choices"][0]
+                got.append(f"{choice['finish_reason']}:{choice['message']['content']}")
+                return choice["message"]
+
+            for op, *values in data["script"]:
+                headers = {"Authorization": f"Bearer {policy.secret}", "X-Session-ID": data.get("session", "")}
+                if op == "say":
+                    messages += [{"role": "user", "content": values[0]}]
+                    messages += [await ask(**(values[1] if len(values) > 1 else {}))]
+                elif op == "again":  # the last reply was not taken
+                    messages.pop()
+                    messages.append(await ask())
+                elif op == "same":
+                    headers["Idempotency-Key"] = "k"
+                    last = messages.pop()
+                    first = await ask()
+                    assert await ask() == first
+                    messages += [first if values else last]
+                elif op == "cut_history":
+                    del messages[: values[0]]
+                elif op == "back":
+                    del messages[-values[0] :]
+                elif op == "edit":
+                    messages[values[0]]["content"] = values[1]
+                elif op == "wrong_secret":
+                    headers["Authorization"] = "Bearer other"
+                    await ask()
+                elif op == "tokens":  # as verifiers asks; the secret stands in the body
+                    prompt = [*tokens, *values[0]]
+                    body = {"token_ids": prompt, "cache_salt": policy.secret, "sampling_params": values[1]}
+                    choice = (await client.post("/inference/v1/generate", json=body)).json()["choices"][0]
+                    content = choice["logprobs"]["content"]
+                    assert [each["token"] for each in content] == [f"token_id:{one}" for one in choice["token_ids"]]
+                    got.append(f"{choice['finish_reason']}:{sum(each['logprob'] for each in content):g}")
+                    tokens = [*prompt, *choice["token_ids"]]
+                elif op == "wait":
+                    await asyncio.sleep(values[0])
+                elif op == "block":
+                    time.sleep(values[0])
+                elif op == "raise":
+                    raise EpisodeError("no judge", boundary="judge")
+        return Outcome(data.get("pays", 1.0), data.get("stored", data.get("session", "")), "|".join(got) or "none")
+
+    async def close(self) -> None:
+        """Leave a mark of the end."""

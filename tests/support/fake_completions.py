@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support import loopback
 
 Answer = tuple[int, Any]
 """Status and document."""
@@ -27,17 +27,13 @@ class FakeServer:
         """Bodies of all requests for completions, except those for the log-probs of a prompt."""
         self.resets: list[str] = []
         """The queries of `/reset_prefix_cache`."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._server = loopback.Server(type("Handler", (_Handler,), {"fake": self}))
+        self.url = self._server.url
 
     def close(self) -> None:
         """Stop the server: open connections get no answer, and new ones are refused."""
         self.change = lambda path, body, answer: None
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer | None:
         """Return the answer to a request after `change`; None: hang up."""
@@ -74,19 +70,12 @@ def completion(num_tokens: int, *, logprob: float = -0.5, finish_reason: str = "
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     fake: FakeServer
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        self._answer()
-
     def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        size = int(self.headers.get("content-length") or 0)
-        body = json.loads(self.rfile.read(size)) if size else {}
+        body = json.loads(self.body() or b"{}")
         answer: Answer | None = (401, {"error": {"message": "Unauthorized"}})
         if self.headers.get("authorization") == f"Bearer {self.fake.token}":
             target = urlsplit(self.path)
@@ -96,13 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.close_connection = True
             return
-        content = json.dumps(answer[1]).encode()
-        self.send_response(answer[0])
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
         with suppress(ConnectionError):  # the client has given up
-            self.wfile.write(content)
+            self.answer(*answer, {"content-type": "application/json"})
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+    do_GET = do_POST

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.support import loopback
 
 KINDS = {"models": "", "datasets": "datasets/"}
 
@@ -26,32 +25,15 @@ class HubServer:
         """Bytes by which the stated size of every file exceeds the bytes that are sent."""
         self.downloads: list[str] = []
         """Name of every file that was sent."""
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server = loopback.Server(type("Handler", (_Handler,), {"hub": self}))
+        self.url, self.close = self._server.url, self._server.close
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         for name, folder in self.hub.repositories.items():
             kind, _, repository = name.partition("/")
@@ -60,7 +42,9 @@ class _Handler(BaseHTTPRequestHandler):
             prefix = f"/{KINDS[kind]}{repository}/resolve/{commit_of(name)}/"
             if path.startswith(prefix):
                 return self._file(name, folder / path.removeprefix(prefix))
-        return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        return self.answer(404, {}, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
 
     def _describe(self, name: str, folder: Path, path: str) -> None:
         files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -68,10 +52,10 @@ class _Handler(BaseHTTPRequestHandler):
         commit, repository = commit_of(name), name.partition("/")[2]
         if "/tree/" in path:
             listed = [{"type": "file", "path": n, "size": size, "oid": _digest(n)} for n, size in names]
-            return self._send(200, json.dumps(listed).encode(), {})
+            return self.answer(200, listed)
         revision = path.partition("/revision/")[2]
         if revision not in ("", "main", commit):
-            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return self.answer(404, {}, {"X-Error-Code": "RevisionNotFound"})
         lost = self.hub.lost_bytes
         siblings = [{"rfilename": n, "size": size + lost, "blobId": _digest(n)} for n, size in names]
         body = {
@@ -83,24 +67,16 @@ class _Handler(BaseHTTPRequestHandler):
             "siblings": siblings,
             "safetensors": {"parameters": {"F32": 132_416}, "total": 132_416},
         }
-        return self._send(200, json.dumps(body).encode(), {})
+        return self.answer(200, body)
 
     def _file(self, name: str, file: Path) -> None:
         if name in self.hub.gated:
-            return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            return self.answer(403, {}, {"X-Error-Code": "GatedRepo"})
         body = file.read_bytes()
         if self.command == "GET":
             self.hub.downloads.append(file.name)
         headers = {"ETag": f'"{_digest(file.name)}"', "X-Repo-Commit": commit_of(name), "Accept-Ranges": "bytes"}
-        return self._send(200, body, headers)
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        return self.answer(200, body, headers)
 
 
 def _digest(text: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support import loopback
 
 KINDS = {
     "v1": ("ConfigMap", "Service", "ServiceAccount", "Pod", "Endpoints"),
@@ -41,41 +41,28 @@ def cluster_with(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Pa
     """Run a server for a cluster with these objects; yield the path of its kubeconfig."""
     answers = _answers(objects)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(loopback.Handler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            body = json.dumps(
-                answers.get(path, {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404})
+            missing = {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
+            json_type = {"content-type": "application/json"}
+            self.answer(200 if path in answers else 404, answers.get(path, missing), json_type)
+
+    with loopback.Server(Handler) as server:
+        config = folder / "kubeconfig"
+        config.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+                    "users": [{"name": "u", "user": {}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                    "current-context": "c",
+                }
             )
-            self.send_response(200 if path in answers else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    config = folder / "kubeconfig"
-    config.write_text(
-        json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-                "users": [{"name": "u", "user": {}}],
-                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-                "current-context": "c",
-            }
         )
-    )
-    try:
         yield config
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _answers(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from tba.api import (
-    AckRequest,
-    BatchRequest,
-    EvalReply,
-    EvalRequest,
-    Lease,
-    LeaseReply,
-    LeaseRequest,
-    LineageReply,
-)
+from tba.api import AckRequest, BatchRequest, EvalReply, EvalRequest, Lease, LeaseReply, LeaseRequest, LineageReply
 from tba.clients import BufferClient
 from tba.errors import BusyError
 from tba.wire import Batch, encode_rollout

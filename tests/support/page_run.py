@@ -67,10 +67,7 @@ def train(client: BufferClient) -> None:
     mixed = make_rollout(
         "train-3",
         reward=None,
-        version_spans=(
-            VersionSpan.of(PolicyVersion(1, 1), 0, 2),
-            VersionSpan.of(PolicyVersion(1, 2), 2, 3),
-        ),
+        version_spans=(VersionSpan.of(PolicyVersion(1, 1), 0, 2), VersionSpan.of(PolicyVersion(1, 2), 2, 3)),
         sampler_logprobs=np.array([-0.1, -2.5, -7.0], dtype=np.float32),
     ).with_failure("timeout: the scorer took 5 s")
     client.push([encode_rollout(mixed)])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from typing import Any
 
+from tests.support import loopback
 from tests.support.redis_process import free_port
 
 Item = dict[str, Any]
@@ -35,7 +36,7 @@ class RewardServer:
         """The items of every accepted request, in order."""
         self.tokens: set[str | None] = set()
         self._server = self._listen(free_port())
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = self._server.url
 
     @property
     def asked(self) -> list[Item]:
@@ -44,8 +45,7 @@ class RewardServer:
 
     def leave(self) -> None:
         """Stop listening, so that new connections are refused."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def come_back(self) -> None:
         """Listen on the same port again."""
@@ -56,42 +56,24 @@ class RewardServer:
         self.gate.set()
         self.leave()
 
-    def _listen(self, port: int) -> ThreadingHTTPServer:
+    def _listen(self, port: int) -> loopback.Server:
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(loopback.Handler):
             def do_GET(self) -> None:
                 info = {"version": outer.version, "health": "ok"}
-                self._answer(200, {"rewards": [{"task": task, **info} for task in outer.tasks]})
+                self.answer(200, {"rewards": [{"task": task, **info} for task in outer.tasks]})
 
             def do_POST(self) -> None:
-                items = json.loads(self.rfile.read(int(self.headers["content-length"])))["items"]
+                items = json.loads(self.body())["items"]
                 outer.requests.append(items)
                 outer.tokens.add(self.headers.get("authorization"))
                 outer.gate.wait(60)
-                refusal = outer.refusal(items)
-                if refusal is not None:
-                    self._answer(*refusal)
-                    return
-                self._answer(200, {"results": [outer._result(item) for item in items]})
+                reply = outer.refusal(items) or (200, {"results": [outer._result(item) for item in items]})
+                with suppress(OSError):  # the client was killed
+                    self.answer(*reply)
 
-            def _answer(self, status: int, document: dict[str, Any]) -> None:
-                body = json.dumps(document).encode()
-                try:
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-                except OSError:
-                    return  # the client was killed
-
-            def log_message(self, format: str, *args: Any) -> None:
-                return
-
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        return server
+        return loopback.Server(Handler, port)
 
     def _result(self, item: Item) -> dict[str, Any]:
         answer = self.score(item)

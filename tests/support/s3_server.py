@@ -7,21 +7,21 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Self
 
+import pytest
 from boto3.session import Session
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 
+from tests.support import loopback
 from tests.support.child_servers import kill_server, start_server
 from tests.support.redis_process import free_port
 
@@ -93,6 +93,21 @@ class S3Server:
         client.close()
 
 
+@contextmanager
+def s3_with_bucket(folder: Path, bucket: str) -> Iterator[S3Server]:
+    """Run a server with a bucket for the block, with its keys in the environment."""
+    server = S3Server(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        try:
+            server.start()
+            server.create_bucket(bucket)
+            yield server
+        finally:
+            server.kill()
+
+
 def store_environ(folder: Path, port: int) -> dict[str, str]:
     """Return the environment for PROGRAM: it listens on `port` on loopback, and stores objects below `folder`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -120,28 +135,7 @@ def remove_dead_sockets(folder: Path = SOCKETS) -> None:
                     path.unlink()
 
 
-class LoopbackServer:
-    """Serves HTTP on a free loopback port, each request in its own thread."""
-
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @contextmanager
-    def running(self) -> Iterator[Self]:
-        """Serve from a thread until the block ends."""
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            thread.join()
-            self._server.server_close()
-
-
-class FaultyProxy(LoopbackServer):
+class FaultyProxy(loopback.Server):
     """Forwards requests to an S3 server; each of the next requests gets one fault from the list `faults`.
 
     An int: answer this status without forwarding. "lose": forward, then close the connection without an answer.

@@ -29,12 +29,7 @@ from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.reward_server import RewardServer
 from tests.support.searcher_world import publish_version
 
-SEARCHER = {
-    "num_slots": 4,
-    "max_prompt_tokens": 24,
-    "max_response_tokens": 12,
-    "drain_s": 30.0,
-}
+SEARCHER = {"num_slots": 4, "max_prompt_tokens": 24, "max_response_tokens": 12, "drain_s": 30.0}
 
 
 @dataclass

@@ -152,12 +152,7 @@ class World:
 
 def start_world(folder: Path, model: Path, *, num_train: int = 8, num_heldout: int = 4, **sections: Any) -> World:
     """Start Redis and a buffer, upload prompts, publish and announce version 0-0; the caller stops the world."""
-    searcher = {
-        "num_slots": 8,
-        "max_prompt_tokens": 24,
-        "max_response_tokens": 12,
-        "drain_s": 10.0,
-    }
+    searcher = {"num_slots": 8, "max_prompt_tokens": 24, "max_response_tokens": 12, "drain_s": 10.0}
     merged = {
         "store": {"url": f"file://{folder / 'store'}"},
         "reward": {"port": free_port()},

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,56 +28,36 @@ from tba.store import FileStore
 from tba.versions import PolicyVersion
 from tba.weights import WeightVersions
 from tba.wire import decode_heartbeat
+from tests.support import loopback
 from tests.support.trainer_values import RecordedBuffer, make_recipe
 
 
-class RecordedServer:
+class RecordedServer(loopback.Server):
     """Serves a recorded buffer at `url` until it is closed."""
 
     def __init__(self, buffer: RecordedBuffer) -> None:
         self.buffer = buffer
-        self._server = _Server(("127.0.0.1", 0), _handler(buffer))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="recorded-server", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+        super().__init__(_handler(buffer))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # a trainer that was killed
             super().handle_error(request, client_address)
 
 
-def _handler(buffer: RecordedBuffer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(buffer: RecordedBuffer) -> type[loopback.Handler]:
+    class Handler(loopback.Handler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._answer(b"")
-
         def do_POST(self) -> None:
-            self._answer(self.rfile.read(int(self.headers["content-length"])))
-
-        def _answer(self, body: bytes) -> None:
+            body = self.body()
             try:
                 status, content = 200, _reply(buffer, self.path.partition("?")[0].removeprefix("/v1/"), body)
             except TbaError as error:
                 problem = {"type": f"urn:tba:problem:{error.slug}", "status": error.status, "detail": str(error)}
                 status, content = error.status, json.dumps(problem).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(status, content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+        do_GET = do_POST
 
     return Handler
 

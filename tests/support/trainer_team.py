@@ -129,11 +129,7 @@ def _job(folder: Path, recipe: Recipe, num_steps: int, resume: Trained | None) -
 def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """Return the environment that torchrun gives one of its workers, on loopback."""
     team = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {
-        **os.environ,
-        **{name: str(value) for name, value in team.items()},
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    return {**os.environ, **{name: str(value) for name, value in team.items()}, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _train(job: dict[str, Any], recipe: Recipe, team: Any) -> None:

@@ -33,17 +33,7 @@ from tba.api import (
 from tba.config import LiveSettings, Recipe, parse_recipe
 from tba.errors import ConflictError, FencedError, RollbackError, RunFailedError, RunOverError
 from tba.versions import START, PolicyVersion
-from tba.wire import (
-    Batch,
-    Group,
-    Heartbeat,
-    RefLogprob,
-    Rollout,
-    Sampling,
-    VersionSpan,
-    float32_bytes,
-    single_turn,
-)
+from tba.wire import Batch, Group, Heartbeat, RefLogprob, Rollout, Sampling, VersionSpan, float32_bytes, single_turn
 from tests.support.rollout_values import replace
 
 VOCAB_SIZE = 33

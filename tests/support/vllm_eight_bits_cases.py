@@ -52,12 +52,7 @@ def versions_of_each_kind(bench: Bench) -> tuple[dict[PolicyVersion, LocalVersio
     merged[f"{LAYER}.weight"] += ALPHA / RANK * b @ a
     path = bench.folder / "adapter.safetensors"
     save_file({f"base_model.model.{LAYER}.lora_{name}.weight": each for name, each in (("A", a), ("B", b))}, path)
-    models = {
-        START: old,
-        V1: new,
-        DELTA: _other(bench, "changed", changed),
-        ADAPTER: _other(bench, "merged", merged),
-    }
+    models = {START: old, V1: new, DELTA: _other(bench, "changed", changed), ADAPTER: _other(bench, "merged", merged)}
     held = dict[PolicyVersion, LocalVersion]()
 
     def publish(version: PolicyVersion, what: Sequence[Path] | AdapterFile, base: LocalVersion | None = None) -> None:

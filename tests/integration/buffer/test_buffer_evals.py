@@ -54,9 +54,7 @@ def test_an_evaluation_runs_over_the_same_heldout_prompts_before_any_visit(serve
     assert client.stats().num_rollouts == 0
 
 
-def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_it_works(
-    serve_buffer: ServeBuffer,
-) -> None:
+def test_a_greedy_answer_that_a_scorer_raised_for_is_no_success_where_it_works(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().client()
     works, broken = make_prompts(1, 3), make_prompts(0, 3)[2]
     client.upload_prompts([*works[:3], broken.model_copy(update={"task": "gsm8k"})])
@@ -117,9 +115,7 @@ def test_a_searcher_gets_no_evaluation_of_a_version_that_it_refused(serve_buffer
     assert [item.prompt.prompt_id for item in leases[:6:2]] == ["heldout-0", "heldout-1", "heldout-2"]
 
 
-def test_an_expired_evaluation_lease_goes_to_another_and_a_late_result_counts_once(
-    serve_buffer: ServeBuffer,
-) -> None:
+def test_an_expired_evaluation_lease_goes_to_another_and_a_late_result_counts_once(serve_buffer: ServeBuffer) -> None:
     client, lineage = serve_buffer(buffer={"lease_s": 10.0}).begin(1, 3)
     info = request_eval(client, lineage)
     old = lease(client, 6).leases
@@ -217,9 +213,7 @@ def test_the_best_version_survives_a_restart_and_is_compared_on_the_prompts_that
     assert (info.best.version, info.best.value) == ("1-1", 1.0)
 
 
-def test_what_a_searcher_measured_is_in_the_evaluation_and_wrong_counts_are_refused(
-    serve_buffer: ServeBuffer,
-) -> None:
+def test_what_a_searcher_measured_is_in_the_evaluation_and_wrong_counts_are_refused(serve_buffer: ServeBuffer) -> None:
     client = serve_buffer().with_prompts(1, 3)
     info = request_eval(client, start_lineage(client))
     leases = lease(client, 6).leases

@@ -6,10 +6,8 @@ import json
 import re
 import ssl
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from tba_buffer.run import kubernetes
 from tba.api import RunCommand, ScaleRequest, SearchersInfo
 from tba.clients import BufferClient
 from tba.errors import ConfigError
+from tests.support import loopback
 from tests.support.buffer import start_lineage
 from tests.support.buffer_fixtures import BufferThread, ServeBuffer
 from tests.support.certificates import make_certificate
@@ -33,10 +32,10 @@ MESSAGES = {
 }
 
 
-class KubernetesApi(ThreadingHTTPServer):
+class KubernetesApi(loopback.Server):
     """The server. Attributes may be changed while it serves."""
 
-    daemon_threads, block_on_close = True, False
+    block_on_close = False
     replicas, token = 1, "first-token"
     status = 200
     """Other than 200: every call is refused with it."""
@@ -49,12 +48,10 @@ class KubernetesApi(ThreadingHTTPServer):
         certificate, key = make_certificate(folder)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.folder, self.is_closed = folder, False
         self.calls: list[tuple[str, str, Any]] = []
         """(method, content type, body) of every call that was let in."""
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        super().__init__(Handler, context=context)
 
     def make_account(self, folder: Path) -> Path:
         """A folder as Kubernetes mounts it for a service account."""
@@ -72,14 +69,13 @@ class KubernetesApi(ThreadingHTTPServer):
     def close(self) -> None:
         """Stop serving: new connections are refused, and old ones end with their next call."""
         self.is_closed = True
-        self.shutdown()
-        self.server_close()
+        super().close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up, or does not trust the certificate, is part of the tests."""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(loopback.Handler):
     server: KubernetesApi
     protocol_version = "HTTP/1.1"
 
@@ -87,8 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         api, method = self.server, self.command
         if api.is_closed:
             raise ConnectionAbortedError
-        length = int(self.headers.get("content-length") or 0)
-        body: Any = json.loads(self.rfile.read(length)) if length else None
+        body: Any = json.loads(self.body() or b"null")
         time.sleep(api.hang_s)
         is_known = self.headers.get("authorization", "") == f"Bearer {api.token}"
         status = 401 if not is_known else api.status if self.path.partition("?")[0] == PATH else 404
@@ -102,17 +97,9 @@ class Handler(BaseHTTPRequestHandler):
         if status != 200:
             message = MESSAGES.get(status, f'deployments.apps "{NAME}" not found')
             document = {"kind": "Status", "apiVersion": "v1", "message": message, "code": status}
-        raw = json.dumps(document).encode() if api.body is None else api.body
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
+        self.answer(status, document if api.body is None else api.body, {"content-type": "application/json"})
 
     do_PATCH = do_GET
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 Serve = Callable[..., BufferThread]

@@ -25,7 +25,7 @@ from tests.support.buffer import (
     write_recipe,
 )
 from tests.support.redis_process import free_port
-from tests.support.s3_server import CREDENTIALS, S3Server
+from tests.support.s3_server import S3Server, s3_with_bucket
 from tests.support.waits import until
 
 NUM_ROLLOUTS = 19_200
@@ -36,16 +36,8 @@ PUSH = 480
 
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CREDENTIALS.items():
-            patch.setenv(name, value)
-        try:
-            server.start()
-            server.create_bucket("weights")
-            yield server
-        finally:
-            server.kill()
+    with s3_with_bucket(tmp_path_factory.mktemp("s3"), "weights") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,15 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tba_cli.main import main
 from tba_cli.run_folder import RunFolder
 from tests.integration.cli.test_view import ended, environ
+from tests.support import loopback
 
 __all__ = ["ended", "environ"]
 SHOWN = "answer 3"
@@ -36,19 +34,13 @@ def store_calls() -> Iterator[tuple[str, list[str]]]:
     """The URL of a server that answers nothing of use, and the requests that it got."""
     calls: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(loopback.Handler):
         def do_GET(self) -> None:
             calls.append(f"{self.path} {self.headers.get('authorization')}")
             self.send_error(404)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", calls
-    server.shutdown()
-    server.server_close()
+    with loopback.Server(Handler) as server:
+        yield server.url, calls
 
 
 def listed(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -118,11 +118,7 @@ async def test_prompts_that_cannot_be_played_cost_no_others(
     monkeypatch.setattr(runner, "MAX_PAUSE_S", 0.05)
     broken = Prompt(prompt_id="broken", task="talk", text="x", data={"begin": "raise"})
     large = Prompt(prompt_id="large", task="talk", text="x", messages=[{"role": "user", "content": "long " * 200}])
-    world = make_world(
-        prompts=[broken, large, *prompts_of(2)],
-        environments={"talk": ECHO},
-        searcher=SEARCHER,
-    )
+    world = make_world(prompts=[broken, large, *prompts_of(2)], environments={"talk": ECHO}, searcher=SEARCHER)
     async with running(world) as wait:
         await wait(lambda: world.status.counts["episodes_failed_environment"] >= 12)
         await wait(lambda: world.status.counts["refused_prompts"] >= 1)
@@ -158,9 +154,7 @@ async def test_an_evaluation_plays_its_prompts_with_the_pinned_version(
     make_world: Callable[..., LoopWorld], reward: RewardServer
 ):
     world = make_world(
-        prompts=[*prompts_of(2), *prompts_of(3, split="heldout")],
-        environments={"talk": ECHO},
-        searcher=SEARCHER,
+        prompts=[*prompts_of(2), *prompts_of(3, split="heldout")], environments={"talk": ECHO}, searcher=SEARCHER
     )
     asked = request_eval(world.client, world.lineage)
     async with running(world) as wait:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
 
+from tests.support import loopback
 from tests.support.buffer import make_payloads
 from tests.support.waits import until
 from tests.system.chaos.links import Link, Mode
@@ -108,21 +107,17 @@ def test_a_deaf_link_holds_data_in_its_direction_and_delivers_it_later(
     client.close()
 
 
-class Service(BaseHTTPRequestHandler):
+class Service(loopback.Handler):
     protocol_version = "HTTP/1.1"
     pushes: list[bytes] = []
 
     def do_GET(self) -> None:
-        body = self.path.rpartition("/")[2].encode() * 10
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+        self.answer(200, self.path.rpartition("/")[2].encode() * 10)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.body()
         if self.path.endswith("/ack"):
             self.send_response(204)
             self.end_headers()
@@ -130,28 +125,18 @@ class Service(BaseHTTPRequestHandler):
         ids = [msgspec.msgpack.decode(item)["rollout_id"].hex() for item in msgspec.msgpack.decode(body)["rollouts"]]
         outcomes = [{"rollout_id": name, "outcome": "duplicate" if name in self.pushes else "new"} for name in ids]
         self.pushes.extend(ids)
-        text = json.dumps({"outcomes": outcomes}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing on stderr."""
+        self.answer(200, {"outcomes": outcomes})
 
 
 @pytest.fixture
 def relay(loop: LoopThread) -> Iterator[tuple[Relay, Observer]]:
     """A relay with an observer, before a service that answers as the buffer does."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Service.pushes.clear()
-    observer = Observer()
-    relay = Relay(server.server_port, observer.see)
-    loop.call(relay.start())
-    yield relay, observer
-    server.shutdown()
-    server.server_close()
+    with loopback.Server(Service) as server:
+        Service.pushes.clear()
+        observer = Observer()
+        relay = Relay(server.server_port, observer.see)
+        loop.call(relay.start())
+        yield relay, observer
 
 
 def ask(relay: Relay, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, int]:

@@ -65,12 +65,7 @@ def everything(release: Release, extra: list[str], report: stages.Report) -> Non
     stages.install(release, report)
     stages.kill_every_kind(release, report)
     stages.scale(release, report)
-    stages.change(
-        release,
-        report,
-        values=HERE / "changed.yaml",
-        observe=lambda: len(release.ready("reward")) == 2,
-    )
+    stages.change(release, report, values=HERE / "changed.yaml", observe=lambda: len(release.ready("reward")) == 2)
     stages.move_pods(release, report)
     stages.helm_test(release, report)
     with report.stage("as many steps as the quickstart"):

@@ -17,10 +17,7 @@ DEADLINE_S = 180.0
 def everything(namespace: str, more: list[str], report: Report) -> None:
     """Every fault in a release of its own, in the namespace that has the Secrets; `more` says where images are."""
     cases: dict[str, tuple[list[str], Callable[[Release], bool]]] = {
-        "a missing Secret of tokens": (
-            ["auth.existingSecret=nowhere"],
-            lambda release: "nowhere" in events(release),
-        ),
+        "a missing Secret of tokens": (["auth.existingSecret=nowhere"], lambda release: "nowhere" in events(release)),
         "a store that is not there": (
             ["objectstore.enabled=false", "store.endpointUrl=http://nowhere.invalid:9000"],
             lambda release: "nowhere.invalid" in last_words(release),

@@ -238,6 +238,7 @@ WITHOUT_JSON = {
     *("run", "demo", "data prepare", "setup", "model pull"),
     # JSON in any case
     *("config show", "config schema"),
+    "env try",  # a person plays
 }
 
 

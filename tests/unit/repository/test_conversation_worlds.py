@@ -30,11 +30,7 @@ WORLDS = Path(__file__).parents[3] / "examples/worlds"
 CONTENTS: dict[str, Callable[[Prompt], Any]] = {
     GUESS_NUMBER.name: lambda prompt: guess_number.drawn(prompt.data["seed"]),
     CALCULATOR.name: lambda prompt: prompt.text,
-    LOOKUP.name: lambda prompt: (
-        (town := Town(prompt.data["seed"])).question,
-        town.second,
-        town.answer,
-    ),
+    LOOKUP.name: lambda prompt: ((town := Town(prompt.data["seed"])).question, town.second, town.answer),
 }
 
 

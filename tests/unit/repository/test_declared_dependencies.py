@@ -28,6 +28,7 @@ PACKAGES = {
 }
 BROUGHT = {
     "botocore": "boto3",
+    "httpx": "verifiers",
     "huggingface-hub": "transformers",
     "pandas": "datasets",
     "pydantic-core": "pydantic",

@@ -22,10 +22,7 @@ from tba_reward.scorer import Failure, Outcome
 from tba.config.reward import RedteamSpec, RewardModelSpec
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=30),
-    st.integers(1, 100),
-)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 4)), max_size=30), st.integers(1, 100))
 def test_every_job_is_in_one_batch_and_no_batch_is_larger_than_asked_for(shapes, batch_tokens):
     batches = cut_batches(shapes, batch_tokens)
     assert sorted(at for batch in batches for at in batch) == list(range(len(shapes)))

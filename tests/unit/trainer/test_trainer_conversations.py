@@ -124,14 +124,6 @@ def test_two_branches_are_the_sum_without_what_they_share(exact: Any, preset: st
     assert cuts[1] == pytest.approx(branches[1], rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, OWN])
-def test_the_labels_of_the_environment_may_be_anything(exact: Any, preset: str) -> None:
-    """After the last reply its tokens are labels and nothing else."""
-    results = [run(exact, section(preset), batch_of(in_one, last=last), 4096) for last in ((4, 5), (9, 8))]
-    assert torch.equal(results[0][0], results[1][0])
-    assert results[0][1] == results[1][1]
-
-
 @pytest.mark.parametrize("preset", ["tb", "tba_prime", "grpo", "gspo", OWN])
 def test_micro_batches_and_ranks_do_not_change_the_gradient(model: Any, preset: str) -> None:
     """Every third rollout has one turn, every third two sequences."""
@@ -181,17 +173,6 @@ def test_branches_count_what_they_share_once(name: str) -> None:
     assert packed.trained_tokens.tolist() == [*rollout.response_tokens, *plain.response_tokens]
     sums = torch.stack([found[:13].sum(), found[13:].sum()])
     torch.testing.assert_close(rollout_sums(found, packed), sums)
-
-
-def test_later_replies_depend_on_what_the_environment_wrote(exact: Any) -> None:
-    rollout = in_one(make_rollout(np.random.default_rng(0)), 3)
-    tokens = rollout.sequences[0].tokens.copy()
-    tokens[7] = (tokens[7] + 1) % VOCAB_SIZE  # the first token between the replies
-    other = talk(rollout, TokenSequence(int32_bytes(tokens), rollout.sequences[0].segments))
-    policy = LogprobModel(copy.deepcopy(exact), temperature=1.0)
-    one, two = (policy.token_logprobs(pack_rollouts([each], policy.device)) for each in (rollout, other))
-    assert torch.equal(one[:3], two[:3])
-    assert bool((one[3:] != two[3:]).all())
 
 
 def test_an_episode_that_a_limit_ended_is_masked_as_a_response_that_was_cut_off(model: Any) -> None:

@@ -190,11 +190,11 @@ REWARDS = np.array([1.0] * 4 + [0.0, 1.0, 1.0, 0.0] + [0.25] * 4)
 """The first and the last of three groups are tied."""
 
 
-def run_tied(model: Any, values: dict[str, Any], rewards: np.ndarray = REWARDS, max_tokens: int = 4096) -> Result:
+def run_tied(model: Any, values: dict[str, Any], max_tokens: int = 4096) -> Result:
     objective, beta = ObjectiveSection.model_validate(values), values["beta"]["value"]
     known: dict[str, Any] = {"reference": lambda rollouts: [np.array([-5.0])] * len(rollouts) if beta else None}
     theta = copy.deepcopy(model).double()
-    return run(theta, objective, make_batch(0), max_tokens, rewards=rewards, known=known, beta=beta)
+    return run(theta, objective, make_batch(0), max_tokens, rewards=REWARDS, known=known, beta=beta)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "dr_grpo_clamp"])
@@ -280,21 +280,17 @@ def test_ranks_agree_what_has_no_pass(model: Any, objective: ObjectiveSection, n
 
 
 @pytest.mark.parametrize("objective", [PLAIN[0], section("tba_prime", mask_tied=True)], ids=lambda each: each.preset)
-def test_ranks_of_a_batch_of_tied_groups_alone_make_the_same_passes(model: Any, objective: ObjectiveSection) -> None:
-    found = run_ranks(model, objective, make_batch(0), 4096, 3, rewards=np.ones(12))
-    assert [result[3] for result in found] == [1, 1, 1]  # the filler
-    assert all(float(gradient.abs().max()) == 0 for gradient, *_ in found)
-    assert [metrics["entropy"] for _, metrics, *_ in found] == [None] * 3
-
-
-def test_a_batch_of_tied_groups_alone_has_no_gradient_and_unknown_metrics(model: Any) -> None:
-    values = {"preset": "grpo", "beta": {"value": 0.0}}
-    gradient, metrics, results, _, num_sequences = run_tied(model, values, np.ones(12))
-    assert num_sequences == 1  # the filler
-    assert (gradient.abs().max(), metrics["entropy"], metrics["num_rollouts_without_gradient"]) == (0, None, 12)
-    found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
-    assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
-    assert found["num_rollouts"] == 12
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_batch_of_tied_groups_alone_has_no_gradient(model: Any, objective: ObjectiveSection, num_ranks: int) -> None:
+    """Its metrics are unknown, and all ranks make the same passes."""
+    for gradient, metrics, results, num_passes, num_sequences in run_ranks(
+        model, objective, make_batch(0), 4096, num_ranks, rewards=np.ones(12)
+    ):
+        assert (num_passes, num_sequences) == (1, 1)  # the filler
+        assert (gradient.abs().max(), metrics["entropy"], metrics["num_rollouts_without_gradient"]) == (0, None, 12)
+        found = batch_metrics(results, step=1, success_reward=1.0, policy_temperature=1.0)
+        assert [found[name] for name in ("ess", "log_ratio_mean", "kl_to_ref", "ess_age_0")] == [None] * 4
+        assert found["num_rollouts"] == 12
 
 
 Rows = list[tuple[int, int]]

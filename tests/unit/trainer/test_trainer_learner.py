@@ -20,19 +20,10 @@ from tba.config import TrainerSection
 from tba.errors import TbaError
 from tba.versions import PolicyVersion
 from tba.wire import VersionSpan
-from tests.support.learner_values import gradient, make_learner, move, token_logprobs
+from tests.support.learner_values import make_learner, move, token_logprobs
 from tests.support.rollout_values import replace
 from tests.support.trainer_values import changed, make_batch, make_recipe, make_rollout
 from tests.support.wire_values import conversation
-
-
-def test_group_means_are_per_prompt_even_when_two_prompts_share_a_micro_batch(folder: Path) -> None:
-    """A prompt whose rewards are all equal teaches nothing at theta = reference, for any rewards of its neighbour."""
-    batch = make_batch(0, num_groups=2)
-    learner = make_learner(folder)
-    level = changed(batch, lambda row, r: replace(r, reward=float(row < 4)))
-    assert gradient(learner, level).abs().max() < 1e-4
-    assert gradient(learner, batch).abs().max() > 1e-2
 
 
 def test_theta_and_reference_use_the_policy_temperature_and_never_that_of_the_rollout(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,11 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tba.config.sections import ModelSection
 from tba.errors import ConfigError
 from tests.support.broken_weights import BREAKS, break_weights
-from tests.support.tiny_model import EOS_ID, PAD_ID, make_tiny_model
+from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_values import VOCAB_SIZE
-from tests.unit.trainer.test_trainer_packing import alone
-
-LENGTHS = [(5, 7), (2, 3), (9, 1), (1, 12)]
+from tests.unit.trainer.test_trainer_packing import some_tokens
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_neox"])
@@ -31,26 +28,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def some_sequences(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, VOCAB_SIZE, p).astype(np.int32) for p, _ in LENGTHS]
-    responses = [rng.integers(0, VOCAB_SIZE, r).astype(np.int32) for _, r in LENGTHS]
-    return prompts, responses
-
-
-def test_eos_and_pad_ids_inside_a_response_are_tokens_like_any_other(model: Any) -> None:
-    prompt = np.array([PAD_ID, 5, EOS_ID], dtype=np.int32)
-    response = np.array([7, PAD_ID, EOS_ID, EOS_ID], dtype=np.int32)
-    filler = np.array([9] * 8, dtype=np.int32)
-    batch = pack_sequences([prompt, filler], [response, filler], "cpu")
-    assert len(batch.trained_tokens) == 12
-    found = LogprobModel(model, temperature=1.0).token_logprobs(batch)
-    torch.testing.assert_close(found[:4], alone(model, prompt, response, 1.0), atol=1e-5, rtol=1e-5)
-    assert (found[:4] < 0).all()
-
-
 def test_bfloat16_autocast_is_close_and_answers_in_float32(model: Any) -> None:
-    batch = pack_sequences(*some_sequences(), "cpu")
+    batch = pack_sequences(*some_tokens(vocab_size=VOCAB_SIZE), "cpu")
     exact = LogprobModel(model, temperature=1.0).token_logprobs(batch)
     fast = LogprobModel(model, temperature=1.0, autocast_dtype=torch.bfloat16).token_logprobs(batch)
     assert fast.dtype == torch.float32
@@ -59,7 +38,7 @@ def test_bfloat16_autocast_is_close_and_answers_in_float32(model: Any) -> None:
 
 def test_gradient_checkpointing_changes_neither_values_nor_gradients(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", hidden_size=32)
-    batch = pack_sequences(*some_sequences(), "cpu")
+    batch = pack_sequences(*some_tokens(vocab_size=VOCAB_SIZE), "cpu")
     results = []
     for gradient_checkpointing, passes in ((False, [1, 1]), (True, [2, 2])):
         model = load_policy(ModelSection(path=str(folder)), device="cpu", gradient_checkpointing=gradient_checkpointing)

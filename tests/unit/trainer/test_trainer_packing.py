@@ -34,10 +34,11 @@ from tests.support.model_families import PACKED, PADDED, VOCAB_SIZE, make_family
 LENGTHS = [(3, 7), (9, 1), (1, 14), (4, 2), (6, 5), (2, 12), (8, 20)]
 
 
-def some_tokens(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def some_tokens(seed: int = 0, *, vocab_size: int = VOCAB_SIZE) -> tuple[list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(2, VOCAB_SIZE, p).astype(np.int32) for p, _ in LENGTHS]
-    responses = [rng.integers(2, VOCAB_SIZE, r).astype(np.int32) for _, r in LENGTHS]
+    prompts = [rng.integers(0, vocab_size, p).astype(np.int32) for p, _ in LENGTHS]
+    responses = [rng.integers(0, vocab_size, r).astype(np.int32) for _, r in LENGTHS]
+    responses[-1][:2] = 0, 1  # the ids of padding and end of sequence are tokens like any other
     return prompts, responses
 
 

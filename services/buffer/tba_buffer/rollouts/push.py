@@ -191,8 +191,9 @@ def other_group(episode: Episode, prompt: Prompt) -> str | None:
             f"its episode has seed {episode.seed}, and prompt {prompt.prompt_id!r} has seed {prompt.environment_seed}; "
             "only episodes of one seed can be compared"
         )
-    if episode.seat:
-        return f"it is of seat {episode.seat}; the rollouts of a prompt are all of seat 0"
+    if episode.seat != prompt.environment_seat:
+        seat = prompt.environment_seat
+        return f"it is of seat {episode.seat}; the rollouts of prompt {prompt.prompt_id!r} are all of seat {seat}"
     return None
 
 

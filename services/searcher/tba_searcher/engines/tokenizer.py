@@ -126,6 +126,14 @@ class TextCodec:
             self._renderers[key] = open_renderer(self._tokenizer, template_kwargs, self.eos_ids)
         return self._renderers[key]
 
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of runs of tokens, special tokens included."""
+        return self._decode(ids)
+
+    def save(self, folder: str) -> None:
+        """Write the files of the tokenizer."""
+        self._tokenizer.save_pretrained(folder)
+
     def cut(self, text: str, max_tokens: int) -> str:
         """Return a text with at most `max_tokens` tokens, and behind them how many it had."""
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

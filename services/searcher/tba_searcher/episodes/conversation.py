@@ -76,6 +76,9 @@ class Conversation:
     """All messages so far, as a template takes them."""
     tools: Sequence[Mapping[str, Any]]
     completions: list[Completion] = field(default_factory=list)
+    """In the order of their tokens in the sequences."""
+    last: Completion | None = None
+    """The last reply."""
     turn_rewards: list[float | None] = field(default_factory=list)
     num_tool_calls: int = 0
     _sequences: list[_OpenSequence] = field(default_factory=list)
@@ -122,42 +125,23 @@ class Conversation:
         """Add messages of the environment to the history."""
         for message in messages:
             self.history.append(dict(message))
-            self._show(message, max(self.turn - 1, 0))
+            self.show(message, max(self.turn - 1, 0))
 
     def add_reply(self, completion: Completion, reply: Reply, text: str) -> None:
         """Add a reply of the policy; `text`: all that it wrote."""
         sequence, turn = self._sequences[-1], self.turn
-        tokens = completion.response_tokens.tolist()
-        sequence.tokens += tokens
-        sequence.segments.append(
-            Segment(
-                "assistant",
-                "policy",
-                len(tokens),
-                turn=turn,
-                is_trained=True,
-                finish_reason=completion.finish_reason,
-                parse_status=reply.parse_status,
-            )
-        )
+        sequence.tokens += completion.response_tokens.tolist()
+        sequence.segments.append(policy_segment(completion, reply, turn, is_trained=True))
         sequence.num_kept = (len(sequence.tokens), len(sequence.segments))
         self.completions.append(completion)
+        self.last = completion
         self.num_tool_calls += len(reply.tool_calls)
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        calls = [(number, call) for number, call in enumerate(reply.tool_calls) if call.arguments is not None]
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": call_id(turn, number),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": dict(call.arguments or {})},
-                }
-                for number, call in calls
-            ]
-        self.history.append(message)
-        self._show({"role": "assistant", "content": text}, turn)
+        self.history.append(reply_message(reply, turn))
+        self.show({"role": "assistant", "content": text}, turn)
+
+    def put(self, tokens: list[int], segments: list[Segment]) -> None:
+        """Add a whole sequence, which ends with a reply."""
+        self._sequences.append(_OpenSequence(tokens, segments, (len(tokens), len(segments))))
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Return all sequences, each up to its last reply."""
@@ -184,7 +168,7 @@ class Conversation:
             response_tokens=np.concatenate([none.astype(np.int32), *(each.response_tokens for each in parts)]),
             sampler_logprobs=np.concatenate([none.astype(np.float32), *(each.sampler_logprobs for each in parts)]),
             sampling=parts[-1].sampling if parts else sampling,
-            finish_reason=parts[-1].finish_reason if parts else "abort",
+            finish_reason="abort" if self.last is None else self.last.finish_reason,
             version_spans=tuple(spans),
             started_at_s=begun_s,
             finished_at_s=time.time(),
@@ -199,7 +183,8 @@ class Conversation:
             is_hopeless=is_hopeless,
         )
 
-    def _show(self, message: Mapping[str, Any], turn: int) -> None:
+    def show(self, message: Mapping[str, Any], turn: int) -> None:
+        """Keep a message for people."""
         content = str(message.get("content") or "")
         room = min(MAX_SHOWN_CHARS, 100 * MAX_SHOWN_CHARS - self._num_shown_chars)
         if room <= 0 or len(self._shown) == MAX_MESSAGES:
@@ -209,6 +194,37 @@ class Conversation:
         # half a character, as of bytes that are no text, cannot be stored
         shown = shown.encode(errors="replace").decode()
         self._shown.append(Message(role_of(message), shown, turn))
+
+
+def policy_segment(completion: Completion, reply: Reply, turn: int, *, is_trained: bool) -> Segment:
+    """Return the segment of a reply."""
+    return Segment(
+        "assistant",
+        "policy",
+        len(completion.response_tokens),
+        turn=turn,
+        is_trained=is_trained,
+        finish_reason=completion.finish_reason,
+        parse_status=reply.parse_status,
+    )
+
+
+def reply_message(reply: Reply, turn: int) -> dict[str, Any]:
+    """Return a reply as a message; a call without arguments is no call."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    calls = [(number, call) for number, call in enumerate(reply.tool_calls) if call.arguments is not None]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call_id(turn, number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments or {})},
+            }
+            for number, call in calls
+        ]
+    return message
 
 
 def with_truncated_reward(played: PlayedEpisode, reward: float) -> PlayedEpisode:

@@ -6,6 +6,8 @@
     step        worker            the answer, appended to the tokens; and so on until done, or a limit
     ended       on_played         the episode joins its visit, which is complete with the last one
 
+An agent plays by itself: its worker calls the searcher's endpoint for replies (endpoint.py), and a recorder keeps them.
+
 A failure of ours (engine, environment, tool, sandbox, judge) ends an episode, which is played again as a whole under a
 new id, MAX_ATTEMPTS times in all. The last attempt is stored as failed: nothing trains on it. What the policy does
 wrong is data: a bad call is answered by a tool message, and a reply at a limit ends the episode as truncated. A reply
@@ -21,11 +23,14 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from secrets import token_urlsafe
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config import Recipe
 from tba.config.environments import EnvironmentSection
-from tba.environments import EpisodeError
+from tba.environments import EpisodeError, Outcome, Policy
 from tba.environments.play import user_messages
 from tba.environments.protocol import Stage
 from tba.logs import get_logger
@@ -35,6 +40,8 @@ from tba_searcher.conversations.chat import ChatRenderer, RenderError, checked
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.episodes.conversation import Conversation, PlayedEpisode, with_truncated_reward
+from tba_searcher.episodes.endpoint import Endpoint
+from tba_searcher.episodes.recorder import Recorder
 from tba_searcher.episodes.worker_pool import Session, WorkerPool
 from tba_searcher.waits import WaitRegistry
 
@@ -44,6 +51,8 @@ EPISODES_PER_SLOT = 8
 a reply."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 15.0
 """Between the attempts of an episode; the pause doubles with each failure in a row of its environment."""
+POLL_S = 0.1
+"""How often the limits of an agent are looked at."""
 REFUSED_S = 0.5
 """Before a visit is given back whose prompt cannot be played: the buffer may grant another one at once."""
 log = get_logger("episodes")
@@ -69,6 +78,10 @@ class _Ending:
     """The part that failed; None: none did."""
     stage: Stage = "reset"
     detail: str = ""
+    session: str | None = None
+    """Of an agent: the conversation that is stored."""
+    reward: float | None = None
+    """Of an agent: what its play paid."""
 
 
 class EpisodeRunner:
@@ -86,6 +99,8 @@ class EpisodeRunner:
         self._failures: dict[str, tuple[int, float]] = {}
         """For each task, failures in a row of its environment, and when the last one ended."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._endpoint = Endpoint(recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
+        self._tokenizer = TemporaryDirectory(prefix="tba-tokenizer-")
         self.num_resetting = 0
         """Episodes that will ask for their first reply soon."""
         self.on_played: Callable[[str, PlayedEpisode], None] = lambda lease_id, played: None
@@ -111,6 +126,9 @@ class EpisodeRunner:
         """Start the workers; raise ConfigError if an environment, or the chat template, cannot be used."""
         self._codec.renderer({}).prove()  # it logs what cannot be appended
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        if any(pool.is_agent for pool in self._pools.values()):
+            self._codec.save(self._tokenizer.name)
+            await self._endpoint.start()
 
     async def close(self) -> None:
         """Cancel all episodes and kill the workers."""
@@ -118,7 +136,8 @@ class EpisodeRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        await asyncio.gather(self._endpoint.close(), *(pool.close() for pool in self._pools.values()))
+        self._tokenizer.cleanup()
 
     def begin(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
         """Begin an episode of a prompt; `request` has the settings of its replies, and its id."""
@@ -211,22 +230,35 @@ class EpisodeRunner:
         """Play an episode once; return it, and the boundary of its failure (None: it has not failed)."""
         section, pool = self._recipe.environments[prompt.task], self._pools[prompt.task]
         episode_id, begun_s = new_id("episode"), time.time()
-        talk, ending, session = Conversation([], ()), _Ending(), None
+        talk, ending, session, recorder = Conversation([], ()), _Ending(), None, None
         self.num_resetting += 1
         is_resetting = True
         try:
             session = await pool.open(episode_id)
-            messages, tools = await session.reset(prompt.environment_seed, prompt.data)
-            self.num_resetting -= 1
-            is_resetting = False
-            ending.stage = "render"
             renderer = self._codec.renderer(prompt.chat_template_kwargs)
-            talk.tools = tools or prompt.tools
-            start = [*(prompt.messages or ()), *messages]
-            talk.add_messages(checked(start or user_messages(prompt.text)))
-            talk.begin(renderer.render(talk.history, tools=talk.tools))
-            name = f"{request.request_id}.{attempt}"
-            await self._converse(talk, ending, session, section, renderer, replace(request, request_id=name), pinned)
+            asked = replace(request, request_id=f"{request.request_id}.{attempt}")
+            if pool.is_agent:
+                self.num_resetting -= 1
+                is_resetting = False
+                asked = replace(asked, eos_ids=tuple(sorted({*asked.eos_ids, *renderer.stop_ids})))
+                recorder = Recorder(
+                    partial(self._generate, pinned=pinned),
+                    asked,
+                    renderer=renderer,
+                    codec=self._codec,
+                    limits=(*self._limits(section), section.max_turns),
+                )
+                await self._accompany(prompt, recorder, ending, session, section)
+            else:
+                messages, tools = await session.reset(prompt.environment_seed, prompt.data)
+                self.num_resetting -= 1
+                is_resetting = False
+                ending.stage = "render"
+                talk.tools = tools or prompt.tools
+                start = [*(prompt.messages or ()), *messages]
+                talk.add_messages(checked(start or user_messages(prompt.text)))
+                talk.begin(renderer.render(talk.history, tools=talk.tools))
+                await self._converse(talk, ending, session, section, renderer, asked, pinned)
         except EpisodeError as error:
             ending.boundary, ending.detail = error.boundary, str(error)
         except RenderError as error:
@@ -244,10 +276,14 @@ class EpisodeRunner:
                 # not awaited: an environment may take its time to close
                 self._closing.add(closing := asyncio.create_task(session.close()))
                 closing.add_done_callback(self._closing.discard)
+        if recorder is not None:
+            talk = recorder.conversation(ending.session)
+            talk.turn_rewards[-1:] = [ending.reward][: len(talk.turn_rewards)]
+            self._counts["agent_calls_dropped"] += recorder.num_answered - len(talk.completions)
         reward = section.truncated_reward
         boundary = "limit" if ending.is_truncated and reward is None else ending.boundary
         detail = ending.detail or ending.stop_condition
-        texts = self._codec.decode_responses(talk.completions[-1:])
+        texts = [] if talk.last is None else self._codec.decode_responses([talk.last])
         played = talk.played(
             request.sampling,
             begun_s,
@@ -258,6 +294,7 @@ class EpisodeRunner:
             environment=prompt.task,
             environment_version=pool.version,
             seed=prompt.environment_seed,
+            seat=prompt.environment_seat,
             stop_condition=ending.stop_condition if ending.boundary is None else f"{ending.boundary}_failed",
             is_truncated=ending.is_truncated,
         )
@@ -276,12 +313,11 @@ class EpisodeRunner:
         pinned: PolicyVersion | None,
     ) -> None:
         """Sample replies and let the environment answer them, until it is done or a limit is reached."""
-        searcher, max_tokens = self._recipe.searcher, self._recipe.trainer.micro_batch_tokens
-        max_tokens = min(section.max_tokens or max_tokens, max_tokens)  # a pass of the trainer holds whole rollouts
+        max_prompt, max_reply, max_tokens = self._limits(section)
         ends = tuple(sorted({*request.eos_ids, *renderer.stop_ids}))
         while True:
-            room = min(searcher.max_response_tokens, max_tokens - talk.num_tokens)
-            limit = "max_prompt_tokens" if len(talk.prompt) > searcher.max_prompt_tokens else "max_tokens"
+            room = min(max_reply, max_tokens - talk.num_tokens)
+            limit = "max_prompt_tokens" if len(talk.prompt) > max_prompt else "max_tokens"
             if limit == "max_prompt_tokens" or room < max(1, request.min_response_tokens):
                 if not talk.completions:  # nothing to store, and no attempt will differ
                     raise EpisodeError(f"its first prompt has {len(talk.prompt)} tokens ({limit})", boundary="limit")
@@ -308,7 +344,7 @@ class EpisodeRunner:
             reply = renderer.parse(prompt, ids, tools=talk.tools)
             talk.add_reply(completion, reply, self._codec.decode_responses([completion])[0])
             if completion.finish_reason == "length":
-                is_short = room < searcher.max_response_tokens
+                is_short = room < max_reply
                 ending.stop_condition = "max_tokens" if is_short else "max_response_tokens"
                 ending.is_truncated = True
                 talk.turn_rewards.append(None)
@@ -335,6 +371,56 @@ class EpisodeRunner:
                 talk.begin(renderer.render(talk.history, tools=talk.tools))
             else:
                 talk.append(rendering)
+
+    async def _accompany(
+        self, prompt: Any, recorder: Recorder, ending: _Ending, session: Session, section: EnvironmentSection
+    ) -> None:
+        """Let an agent play, answer its calls, and watch its limits of time.
+
+        Raises:
+            EpisodeError: it failed, asked for nothing for too long, or made no call that can be stored.
+        """
+        ending.stage, secret = "step", token_urlsafe()
+        policy = Policy(self._endpoint.url, secret, self._tokenizer.name)
+        with self._endpoint.open(secret, recorder):
+            play = asyncio.create_task(session.play(prompt.environment_seed, prompt.data, policy))
+            try:
+                while not play.done() and recorder.failure is None:
+                    idle_s, all_s = recorder.idle_s
+                    if idle_s > section.turn_timeout_s:
+                        session.give_up(f"asked for nothing for more than {section.turn_timeout_s:g} s")
+                        raise EpisodeError(f"it asked for nothing for more than {section.turn_timeout_s:g} s")
+                    if all_s > section.episode_timeout_s:
+                        if not recorder.num_answered:
+                            raise EpisodeError(f"it had no reply in {section.episode_timeout_s:g} s")
+                        ending.stop_condition, ending.is_truncated = "episode_timeout_s", True
+                        return
+                    await asyncio.wait([play], timeout=POLL_S)
+                if recorder.failure is not None:
+                    ending.stage = "generate"
+                    raise recorder.failure
+                outcome = play.result()
+            except EpisodeError:
+                # agents may fail when they get no more replies
+                if not recorder.truncated or recorder.failure is not None:
+                    raise
+                outcome = Outcome(None, next(iter(recorder.truncated)))
+            finally:
+                play.cancel()
+                session.environment_s = recorder.idle_s[1]
+        limit = recorder.truncated.get(outcome.session)
+        if not recorder.num_calls(outcome.session):
+            boundary = "environment" if limit is None else "limit"
+            raise EpisodeError(f"no reply in session {outcome.session!r} ({limit or 'no call'})", boundary=boundary)
+        ending.session, ending.reward = outcome.session, outcome.reward
+        ending.stop_condition = limit or _shown(outcome.stop_condition, 100)
+        ending.is_truncated = outcome.truncated or limit is not None
+
+    def _limits(self, section: EnvironmentSection) -> tuple[int, int, int]:
+        """Return the most tokens before a reply, of a reply, and of a rollout."""
+        searcher, most = self._recipe.searcher, self._recipe.trainer.micro_batch_tokens
+        # a pass of the trainer holds whole rollouts
+        return searcher.max_prompt_tokens, searcher.max_response_tokens, min(section.max_tokens or most, most)
 
     async def _generate(self, request: Request, pinned: PolicyVersion | None) -> Completion:
         """Return the engine's reply to a request."""

@@ -1,4 +1,4 @@
-"""The worker processes of one environment, as the searcher sees them (worker.py is the other side).
+"""The worker processes of one environment, as the searcher sees them (tba/environments/worker.py is the other side).
 
     open      an episode gets a session in the worker with the fewest episodes; a missing worker is started
     called    the answer, or EpisodeError: the environment failed, its deadline passed, or its worker died
@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from tba.config.environments import EnvironmentSection
-from tba.environments import EpisodeError, Reply, Step
+from tba.environments import EpisodeError, Outcome, Policy, Reply, Step
 from tba.errors import ConfigError
 from tba.logs import get_logger
 
@@ -40,13 +40,15 @@ class WorkerPool:
         self._starting = asyncio.Lock()
         self.version = ""
         """Of the environment; known once a worker has started."""
+        self.is_agent = False
+        """Whether it asks for its replies itself; known then too."""
 
     async def start(self) -> None:
         """Start all workers; raise ConfigError if the environment cannot be loaded."""
         while len(self._workers) < self._section.num_workers:
             worker = _Worker(self._task, self._section)
             try:
-                self.version = await worker.start()
+                self.version, self.is_agent = await worker.start()
             except BaseException:
                 worker.kill("it was not started")
                 await worker.ended()
@@ -97,6 +99,15 @@ class Session:
         self.tool_s += step.info.get("tool_s", 0.0)
         return step
 
+    async def play(self, seed: int, data: Any, policy: Policy) -> Outcome:
+        """Let the agent play; the caller sets the deadline, and cancels."""
+        arguments = [seed, data, [policy.url, policy.secret, policy.tokenizer]]
+        return Outcome(*await self._worker.call("play", self._episode_id, arguments, None))
+
+    def give_up(self, reason: str) -> None:
+        """Give the worker no more episodes: it has missed a deadline."""
+        self._worker.condemn(f"{self._episode_id}: {reason}")
+
     async def close(self) -> None:
         """Close the environment; a failure is logged."""
         try:
@@ -127,13 +138,13 @@ class _Worker:
         self.is_over = False
         """It is dead, or gets no more episodes."""
 
-    async def start(self) -> str:
-        """Start the process and return the version of the environment."""
+    async def start(self) -> tuple[str, bool]:
+        """Start the process; return the version of the environment, and whether it is an agent."""
         keys = {"environment", "tools", "settings"}
         section = {**self._section.model_dump(mode="json", include=keys), "what": f"environments.{self._task}"}
         self._process = await asyncio.create_subprocess_exec(
             # the task is for people who look at the processes
-            *(sys.executable, "-m", "tba_searcher.episodes.worker", self._task),
+            *(sys.executable, "-m", "tba.environments.worker", self._task),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -152,9 +163,9 @@ class _Worker:
             raise ConfigError(hello["error"])
         self._tasks = [asyncio.create_task(each) for each in (self._read(self._process.stdout), self._watch())]
         log.info("environment worker started", task=self._task, pid=self._process.pid, version=hello["version"])
-        return hello["version"]
+        return hello["version"], hello["is_agent"]
 
-    async def call(self, method: str, episode_id: str, arguments: Any, timeout_s: float) -> Any:
+    async def call(self, method: str, episode_id: str, arguments: Any, timeout_s: float | None) -> Any:
         """Return the answer to a call; raise EpisodeError if there is none in time."""
         if self._process is None or self._process.returncode is not None or self._process.stdin is None:
             raise EpisodeError("its worker process is gone")
@@ -165,10 +176,14 @@ class _Worker:
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
+        except asyncio.CancelledError:
+            if method == "play":  # the others end by themselves
+                self._write([0, "cancel", "", number])
+            raise
         except TimeoutError:
             self._write([0, "cancel", "", number])
-            if method != "ping" and not self.is_over:
-                self._condemn(f"{method} of {episode_id} took more than {timeout_s:g} s")
+            if method != "ping":
+                self.condemn(f"{method} of {episode_id} took more than {timeout_s:g} s")
             raise EpisodeError(
                 f"{method} took more than {timeout_s:g} s (environments.{self._task}.turn_timeout_s)"
             ) from None
@@ -195,7 +210,10 @@ class _Worker:
             await self._process.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _condemn(self, reason: str) -> None:
+    def condemn(self, reason: str) -> None:
+        """Give it no more episodes, and kill it at once if it does not even answer a ping."""
+        if self.is_over:
+            return
         self.is_over = True
         log.warning("environment worker is replaced", task=self._task, reason=reason, num_open=self.num_open)
         self._ping = asyncio.create_task(self._kill_if_blocked())

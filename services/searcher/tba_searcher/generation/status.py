@@ -25,6 +25,7 @@ COUNTERS = (
     "episodes_failed_tool",
     "episodes_failed_sandbox",
     "episodes_failed_judge",
+    "agent_calls_dropped",
     "tool_calls",
     "tool_calls_failed",
     "rollouts_pushed",

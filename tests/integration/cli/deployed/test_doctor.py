@@ -108,7 +108,7 @@ def test_tokens(ready: Deployment, tmp_path: Path) -> None:
 def test_a_store_that_ignores_create_only_writes(ready: Deployment) -> None:
     proxy = FaultyProxy(ready.store_server.port)
     proxy.drop_headers = {"if-none-match"}
-    with proxy.running():
+    with proxy:
         found = look(ready.recipe(store={"endpoint_url": proxy.url}), "store")
     assert_finding(one(found, "store-write"), "fail", "ignores `If-None-Match: *`")
 

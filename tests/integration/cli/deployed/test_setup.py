@@ -113,7 +113,7 @@ def test_setup_waits_for_a_store_that_is_still_starting(ready: Deployment) -> No
     proxy = FaultyProxy(ready.store_server.port)
     proxy.faults = [503] * 60
     said: list[str] = []
-    with proxy.running():
+    with proxy:
         recipe = ready.recipe(store={"endpoint_url": proxy.url})
 
         def start() -> None:

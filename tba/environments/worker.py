@@ -1,11 +1,11 @@
-"""`python -m tba_searcher.episodes.worker`: the process that plays the episodes of one environment.
+"""`python -m tba.environments.worker`: the process that plays the episodes of one environment.
 
 It reads calls from its standard input and writes answers to its standard output, a line of JSON each:
 
     {"environment", "tools", "settings", "what"}
                                               first: the section of the recipe
-    {"version"} or {"error"}                  its answer, when the environment is loaded, or cannot be
-    [number, method, episode_id, arguments]   a call: `reset`, `step`, `close`, `ping`, or `cancel` of another call
+    {"version", "is_agent"} or {"error"}      its answer, when the environment is loaded, or cannot be
+    [number, method, episode_id, arguments]   a call: `reset`, `step`, `play`, `close`, `ping`, or `cancel` of another
     [number, failure, value]                  its answer; failure: None, or [boundary, text]
 
 All episodes share one event loop; plain functions run in threads. The process is the leader of a group, so that it can
@@ -21,11 +21,13 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
-from tba.environments import EpisodeError, Play, Reply, ToolCall, open_play
+from tba import plugins
+from tba.environments import EpisodeError, Play, Policy, Reply, ToolCall, open_play
 from tba.environments.play import call
-from tba.errors import TbaError
+from tba.errors import ConfigError, TbaError
 
 
 def main() -> None:
@@ -37,12 +39,12 @@ def main() -> None:
     os.dup2(2, 1)  # what foreign code prints is no answer
     try:
         make, version = open_play(section["environment"], section["tools"], section["settings"], what=section["what"])
-        make()  # a class that cannot be made is found at once
+        is_agent = make().agent is not None  # a class that cannot be made is found at once
     except TbaError as error:
         write(answers, {"error": str(error)})
         return
-    write(answers, {"version": version})
-    asyncio.run(_serve(make, calls, answers))
+    write(answers, {"version": version, "is_agent": is_agent})
+    asyncio.run(_serve(make, calls, answers, section["environment"] or section["tools"][0]))
 
 
 def write(answers: BinaryIO, value: Any) -> None:
@@ -51,8 +53,8 @@ def write(answers: BinaryIO, value: Any) -> None:
     answers.flush()
 
 
-async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO) -> None:
-    loop, plays = asyncio.get_running_loop(), _Plays(make, answers)
+async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO, name: str) -> None:
+    loop, plays = asyncio.get_running_loop(), _Plays(make, answers, name)
 
     def read() -> None:
         for line in calls:
@@ -67,8 +69,8 @@ async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO) -
 class _Plays:
     """The episodes in progress, and the calls that are being answered."""
 
-    def __init__(self, make: Callable[[], Play], answers: BinaryIO) -> None:
-        self._make, self._answers = make, answers
+    def __init__(self, make: Callable[[], Play], answers: BinaryIO, name: str) -> None:
+        self._make, self._answers, self._name = make, answers, name
         self._plays: dict[str, Play] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -93,8 +95,10 @@ class _Plays:
             answer = [number, [boundary, str(error)], None]
         except Exception as error:  # an environment of others raises anything
             traceback.print_exc()
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{method} raised {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
+            text, place = f"{method} raised {type(error).__name__}: {error}", None
+            with suppress(ConfigError):  # an address has no module
+                place = plugins.place_of(error, self._name, what="environment")
+            text += "" if place is None else f" ({place})"
             answer = [number, ["environment", text], None]
         try:
             write(self._answers, answer)
@@ -110,6 +114,10 @@ class _Plays:
         if method == "reset":
             self._plays[episode_id] = play = await call(self._make)
             return await play.reset(*arguments)
+        if method == "play":
+            seed, data, policy = arguments
+            self._plays[episode_id] = play = await call(self._make)
+            return await play.play(seed, data, Policy(*policy))
         content, reasoning, tool_calls = arguments
         reply = Reply(content, reasoning, tuple(ToolCall(*each) for each in tool_calls))
         return await self._plays[episode_id].step(reply)

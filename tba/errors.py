@@ -268,7 +268,7 @@ def pip_install(*packages: str) -> str:
 
 def not_installed(what: str, *packages: str) -> ConfigError:
     """Return the error for what needs packages that are not installed; it names the command that installs them."""
-    return ConfigError(f"{what} needs {' and '.join(packages)}, which this Python lacks: {pip_install(*packages)}")
+    return ConfigError(f"{what} needs {' and '.join(packages)}, which this Python lacks; {pip_install(*packages)}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

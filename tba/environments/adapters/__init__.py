@@ -19,4 +19,4 @@ def required(module: str, package: str) -> Any:
 
 def version_of(package: str) -> str:
     """Return name and version of a package, if it is installed; rollouts carry them."""
-    return " ".join([package, *(each.version for each in distributions(name=package))])
+    return next((f"{package} {each.version}" for each in distributions(name=package)), package)

@@ -251,7 +251,7 @@ class RecipeChecks:
             try:
                 yield ok("environment", f"task {task!r}: {try_environment(self.recipe, task, self.prompts)}")
             except ConfigError as error:
-                yield fail("environment", *str(error).rsplit("; ", 1))
+                yield fail("environment", *[*str(error).rsplit("; ", 1), "correct the environment"][:2])
 
     def check_scorers(self, target: Target) -> Iterator[CheckResult]:
         """Start a reward service that imports every scorer, and ask it for the reward of a prompt of each task."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tba.api import Prompt, RewardInfo, RewardsReply
-from tba.errors import ConfigError
+from tba.errors import ConfigError, pip_install
 from tba_cli.commands.evaluate import sample_answers
 from tba_cli.doctor.checks.recipe import RecipeChecks
 from tba_cli.doctor.checks.services import check_rewards
@@ -196,6 +196,9 @@ def test_a_check_says_what_an_episode_begins_with_and_what_fails() -> None:
     assert (good.level, good.found) == ("ok", said)
     (bad,) = found_by({"environment": "shop:Sohp"}, prompts())
     assert (bad.level, bad.fix) == ("fail", "did you mean 'Shop'?")
+    adapter = {"environment": "tba.environments.adapters:required", "settings": {"module": "absent", "package": "a-b"}}
+    (lacking,) = found_by(adapter, prompts())
+    assert (lacking.level, lacking.fix) == ("fail", pip_install("a-b"))
     (away,) = found_by({"environment": "http://127.0.0.1:9"}, prompts())
     assert (away.level, away.found) == (
         "skip",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 from typing import Any, cast
 
@@ -21,12 +20,6 @@ def play_of(name: str, **settings: Any) -> Play:
 
 async def steps_of(play: Play, *replies: str) -> list[Step]:
     return [await play.step(Reply(text, None, ())) for text in replies]
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "skyrl_gym", None)
-    with pytest.raises(ConfigError, match=r"pip install skyrl-gym$"):
-        play_of("skyrl_gym:SkyRLGym", id="x")
 
 
 async def test_a_game_is_a_function_of_seed_and_replies_whatever_is_played_beside_it():

@@ -62,8 +62,8 @@ class Echo:
                 return
         if what == "raise":
             raise ValueError("the environment is broken")
-        if what == "sandbox":
-            raise EpisodeError("the sandbox is full", boundary="sandbox")
+        if what in ("sandbox", "tool", "judge"):
+            raise EpisodeError(f"the {what} is full", boundary=what)
         if what == "die":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # left-by-a-dead-worker"])
             os._exit(7)

@@ -261,23 +261,24 @@ async def test_a_first_prompt_beyond_the_limit_is_refused_at_once():
 
 
 @pytest.mark.parametrize("when", ["begin", "step"])
-@pytest.mark.parametrize("what", ["raise", "die", "sandbox"])
+@pytest.mark.parametrize("what", ["raise", "die", "sandbox", "tool", "judge"])
 async def test_a_failure_of_ours_plays_the_episode_again(tmp_path: Path, when: str, what: str):
     """prime-rl PR #1416: environment errors were trained. Here they are counted, and another episode is played."""
     prompt = prompt_of(1, **{when: what, "once": str(tmp_path / "once"), "closed": str(tmp_path / "closed")})
+    (closed := tmp_path / "closed").touch()
     async with stage({"environment": ECHO}, words) as world:
         (played,) = await world.play(prompt)
+        # once each, but for the process that died
+        await world.until(lambda: closed.read_text() == "closed\n" * (1 if what == "die" else 2))
     assert played.failure is None
     assert played.episode.paid == 1.5
-    boundary = "sandbox" if what == "sandbox" else "environment"
+    boundary = "environment" if what in ("raise", "die") else what
     assert world.status.counts[f"episodes_failed_{boundary}"] == 1
     assert world.status.counts["episodes"] == 2
     ids = {request.request_id.rsplit(".", 2)[1] for request in world.requests}
     assert "2" in ids  # the whole episode again
     assert world.status.waits.current() is None
     await world.until(lambda: "left-by-a-dead-worker" not in _processes(), 10.0)
-    # closed once each, but for the process that died
-    assert (tmp_path / "closed").read_text() == "closed\n" * (1 if what == "die" else 2)
 
 
 async def test_a_failure_that_stays_is_unknown_and_never_zero():

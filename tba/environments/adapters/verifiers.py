@@ -58,13 +58,12 @@ class _World:
         self._vf, self._renderer = vf, renderer
         # a plug-in of verifiers is a module of one name
         sys.modules.setdefault(HARNESS, sys.modules[__name__])
-        self._seats = list(agent_config_fields(vf.resolve_env_config(env)))
-        for seat, config in agent_config_fields(vf.resolve_env_config(env)).items():
-            given = dict(env.get(seat) or {})
-            given.setdefault("runtime", {"type": "subprocess"})
+        agents = agent_config_fields(vf.resolve_env_config(env))
+        self._seats = list(agents)
+        for seat, config in agents.items():
+            env[seat] = {"runtime": {"type": "subprocess"}, **(env.get(seat) or {})}
             if config.harness is None or config.harness.id in ("null", "bash"):
-                given["harness"] = {"id": HARNESS}
-            env = {**env, seat: given}
+                env[seat]["harness"] = {"id": HARNESS}
         self._env = vf.load_environment(vf.resolve_env_config(env))
         self._tasks = iter(self._env.taskset.load())
         self._known: list[Any] = []
@@ -77,36 +76,29 @@ class _World:
             if self._serving is None:
                 self._serving = self._env.serving()
                 await self._serving.__aenter__()  # until the process ends
-        while len(self._known) <= number:
-            self._known.append(next(self._tasks, None))
-        task = self._known[number]
-        if task is None or not 0 <= seat < len(self._seats):
+        while len(self._known) <= number and (task := next(self._tasks, None)) is not None:
+            self._known.append(task)
+        if not (0 <= number < len(self._known) and 0 <= seat < len(self._seats)):
             raise EpisodeError(f"there is no task {number} or no seat {seat} (seats: {', '.join(self._seats)})")
-        client = vf.TrainClientConfig(
-            base_url=f"{policy.url}/v1",
-            api_key_var="TBA_NO_KEY",
-            renderer=self._renderer,
-            renderer_model_name=policy.tokenizer,
-        )
+        url, tokenizer = f"{policy.url}/v1", policy.tokenizer
+        given = {"api_key_var": "TBA_NO_KEY", "renderer": self._renderer, "renderer_model_name": tokenizer}
+        client = vf.TrainClientConfig(base_url=url, **given)
         # all episodes share a connection: the secret goes into the body
         sampling = vf.SamplingConfig(cache_salt=policy.secret)
-        (slot,) = self._env.slots(task)
+        (slot,) = self._env.slots(self._known[number])
         episode = await self._env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=sampling))
         found = [each for each in episode.traces if each.agent.name == self._seats[seat] and each.agent.trainable]
-        if not found and episode.errors:
-            raise EpisodeError(f"{episode.errors[-1].type}: {episode.errors[-1].message}")
+        errors = [*episode.errors, *(error for each in found for error in each.errors)]
+        if len(found) == 1 and any(each.type == "ProviderError" and each.status_code == 400 for each in errors):
+            return Outcome(None, found[0].id, "max_tokens", truncated=True)  # a limit of the recipe
+        if errors:
+            said = f"{errors[-1].type}: {errors[-1].message}"
+            raise EpisodeError(said, boundary=BOUNDARIES.get(errors[-1].type, "environment"))
         if len(found) != 1:
             raise EpisodeError(f"seat {self._seats[seat]} has {len(found)} conversations; one of them can train")
         (trace,) = found
-        for error in [*trace.errors, *episode.errors]:
-            if error.type == "ProviderError" and error.status_code == 400:  # a limit of the recipe
-                return Outcome(None, trace.id, "max_tokens", truncated=True)
         unknown = [name for name, reward in trace.rewards.items() if reward is None]
-        if not (trace.ok and episode.ok):
-            error = (trace.errors or episode.errors or [None])[-1]
-            said = f"{error.type}: {error.message}" if error is not None else str(trace.stop_condition)
-            raise EpisodeError(said, boundary=BOUNDARIES.get(said.partition(":")[0], "environment"))
-        if unknown:  # `trace.reward` would count it as 0
+        if unknown or not (trace.ok and episode.ok):  # `trace.reward` would count an unknown one as 0
             raise EpisodeError(f"no reward {', '.join(unknown)} ({trace.stop_condition})", boundary="judge")
         reward = trace.reward if trace.rewards else None
         return Outcome(reward, trace.id, trace.stop_condition or "done", trace.is_truncated)
@@ -131,21 +123,12 @@ def _chat_harness() -> type:
         EXECUTES_CODE = NEEDS_CONTAINER = False
 
         async def launch(
-            self,
-            ctx: Any,
-            trace: Any,
-            runtime: Any,
-            endpoint: str,
-            secret: str,
-            mcp_urls: dict[str, str],
-            data: Any,
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages: list[dict[str, Any]] = [] if not system else [{"role": "system", "content": system}]
-            given = (
-                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
-            )
-            messages += given
+            prompt = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+            messages += map(message_to_wire, prompt)
             async with AsyncExitStack() as stack:
                 servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
                 tools, dispatch, connected = await connect_mcp(servers, stack)
@@ -162,12 +145,12 @@ def _chat_harness() -> type:
                     if not message.get("tool_calls"):
                         return vf.ProgramResult(0, "", "")
                     for call in message["tool_calls"]:
-                        name, text = call["function"]["name"], f"error: there is no tool {call['function']['name']!r}"
+                        name, text = call["function"]["name"], "error: there is no such tool"
                         if name in dispatch:
                             try:
                                 arguments = json.loads(call["function"]["arguments"] or "{}")
                                 text = await call_mcp(connected, dispatch, name, arguments)
-                            except (ValueError, TypeError) as error:
+                            except (ValueError, TypeError) as error:  # no JSON, or no object
                                 text = f"error: {error}"
                         messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 

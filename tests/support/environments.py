@@ -205,6 +205,8 @@ class Scripted:
                     del messages[-values[0] :]
                 elif op == "edit":
                     messages[values[0]]["content"] = values[1]
+                elif op == "session":
+                    data = {**data, "session": values[0]}
                 elif op == "wrong_secret":
                     headers["Authorization"] = "Bearer other"
                     await ask()

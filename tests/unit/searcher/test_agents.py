@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
+from tba_searcher.engines.engine import Request
 from tba_searcher.episodes import runner as runner_module
 from tba_searcher.episodes import worker_pool
+from tba_searcher.episodes.endpoint import Endpoint
+from tba_searcher.episodes.recorder import CallRefusedError, Recorder
 
+from tba.wire import Sampling
 from tests.support.chat_tokenizers import thinking_template
-from tests.support.episodes import CUT, codec_of, prompt_of, stage
+from tests.support.episodes import CUT, Stage, codec_of, prompt_of, recipe_of, stage
 from tests.unit.searcher.test_episodes import call, stored, words
 
 AGENT = {"environment": "tests.support.environments:Scripted"}
@@ -94,6 +99,8 @@ async def test_an_idempotency_key_returns_the_stored_answer() -> None:
     played, world = await play([["say", "one"], ["same", True]])
     assert len(world.requests) == 2
     assert played.episode.stop_condition == "stop:word 0|stop:word 1|stop:word 1"
+    _, world = await play([["say", "one"], ["same", True], ["say", "two"], ["same", True]])
+    assert len(world.requests) == 4, "a key that comes again with another body is another call"
 
 
 async def test_calls_of_tools_are_calls_and_a_cut_or_broken_one_is_text() -> None:
@@ -138,6 +145,8 @@ async def test_limits_truncate_an_agent(section: Any, script: Any, policy: Any, 
         ({}, [["say", "one"], ["wrong_secret"]], "environment step"),
         ({}, [["say", "one", {"stream": True}]], "environment step"),
         ({}, [], "environment step"),
+        ({"max_turns": 1}, [["say", "1"], ["session", "b"], ["say", "2"], ["say", "3"]], "environment step"),
+        ({"max_tokens": 12}, [["say", "1"], ["raise"]], "judge step"),
         ({"turn_timeout_s": 0.3}, [["say", "one"], ["wait", 30]], "environment step"),
         ({"turn_timeout_s": 0.3}, [["say", "one"], ["block", 30]], "environment step"),
     ],
@@ -147,6 +156,12 @@ async def test_a_failure_of_an_agent_is_unknown_and_names_its_boundary(section: 
     assert played.failure is not None
     assert played.failure.startswith(failure)
     assert world.status.counts[f"episodes_failed_{failure.split()[0]}"] == 3
+
+
+async def test_a_time_limit_does_not_choose_among_sessions() -> None:
+    section = {"episode_timeout_s": 2.0, "truncated_reward": -1.0}
+    played, _ = await play([["say", "one"], ["session", "b"], ["say", "two"], ["wait", 30]], section=section)
+    assert (played.failure or "").startswith("limit step")
 
 
 async def test_a_failure_of_the_engine_is_not_the_agents() -> None:
@@ -179,3 +194,48 @@ async def test_tokens_are_answered_with_tokens_and_the_log_prob_of_each() -> Non
     assert list(world.requests[1].prompt_tokens) == tokens[:-2]
     num = len(played.response_tokens) - 2
     assert played.episode.stop_condition == f"stop:{-0.5 * num:g}|length:-1"
+
+
+def recorder_of(requests: list[Request], go: asyncio.Event) -> Recorder:
+    async def sample(request: Request) -> Any:
+        requests.append(request)
+        await go.wait()
+        return Stage(recipe_of(AGENT), words, codec_of())._completion(request)
+
+    ids = {"request_id": "l/1.1", "prompt_tokens": (), "eos_ids": (), "sampling": Sampling.of(1.0)}
+    request, codec = Request(**ids, max_response_tokens=1, min_response_tokens=5), codec_of()
+    return Recorder(sample, request, renderer=codec.renderer({}), codec=codec, limits=(999, 100, 1000, 3))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_answered"), [(9, 2), (600, 1)])
+async def test_limits_hold_for_calls_at_once(num_tokens: int, num_answered: int) -> None:
+    requests, go = list[Request](), asyncio.Event()
+    recorder = recorder_of(requests, go)
+    go.set()
+    first = (await recorder.reply_to_tokens("", [5] * num_tokens, 20)).tokens.tolist()
+    go.clear()
+    tasks = [asyncio.create_task(recorder.reply_to_tokens("", [*first, each], 1)) for each in (7, 8, 9)]
+    await asyncio.sleep(0)
+    go.set()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(each, CallRefusedError) for each in found) == 3 - num_answered
+    assert (requests[1].min_response_tokens, requests[1].max_response_tokens) == (1, 1), "no engine samples 5 of 1"
+
+
+async def test_a_reply_that_no_client_got_is_dropped_until_it_is_asked_for_again() -> None:
+    requests, go, endpoint = list[Request](), asyncio.Event(), Endpoint(1099)
+    recorder, until = recorder_of(requests, go), Stage(recipe_of(AGENT), words, codec_of()).until
+    await endpoint.start()
+    with endpoint.open("s", recorder):
+        headers = {"Authorization": "Bearer s", "x-stainless-retry-count": "0"}
+        asked = {"url": f"{endpoint.url}/v1/chat/completions", "json": {"messages": [{"role": "user", "content": "a"}]}}
+        async with httpx.AsyncClient() as client:
+            asking = asyncio.create_task(client.post(**asked, headers=headers))
+            await until(lambda: bool(requests))
+            asking.cancel()
+            await until(lambda: not endpoint._server.server_state.connections)
+            go.set()
+            await until(lambda: bool(recorder.num_answered) and not recorder.conversation("").completions)
+            await client.post(**asked, headers={**headers, "x-stainless-retry-count": "1"})
+    assert len(recorder.conversation("").completions) == len(requests) == 1
+    await endpoint.close()

@@ -64,7 +64,7 @@ class Endpoint:
 
     def __init__(self, max_tokens: int) -> None:
         self._recorders: dict[str, Recorder] = {}
-        self._answers: dict[str, dict[str, asyncio.Task[dict[str, Any]]]] = {}
+        self._answers: dict[str, dict[str, asyncio.Task[tuple[Call, dict[str, Any]]]]] = {}
         self._server = _Server(uvicorn.Config(self._app(max_tokens), log_config=None, access_log=False, lifespan="off"))
         self.url = ""
 
@@ -135,12 +135,10 @@ class Endpoint:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         key = request.headers.get("idempotency-key", "")
         is_kept = bool(key) or "x-stainless-retry-count" in request.headers
-        name = sha256(json.dumps([request.url.path, session, key or (await request.body()).hex()]).encode()).hexdigest()
+        name = sha256(json.dumps([request.url.path, session, key, (await request.body()).hex()]).encode()).hexdigest()
 
-        async def ask() -> dict[str, Any]:
+        async def ask() -> tuple[Call, dict[str, Any]]:
             call, choice = await reply(recorder, session)
-            if not is_kept and await request.is_disconnected():
-                call.is_lost = True  # nobody can ask for it again
             num_prompt, num_reply = len(call.prompt), len(call.completion.response_tokens)
             usage = {
                 "prompt_tokens": num_prompt,
@@ -148,7 +146,7 @@ class Endpoint:
                 "total_tokens": num_prompt + num_reply,
             }
             told = {"id": call.completion.request_id, "request_id": call.completion.request_id, "model": MODEL}
-            return {
+            return call, {
                 **told,
                 "created": int(time.time()),
                 "object": "chat.completion",
@@ -159,9 +157,16 @@ class Endpoint:
         task = answers.get(name) if key or is_retry else None
         if task is None or task.cancelled() or (task.done() and task.exception() is not None):
             task = asyncio.create_task(ask())
-            answers[name if is_kept else f"call-{len(answers)}"] = task
+            slot = name if is_kept else str(id(task))
+            if (older := answers.get(slot)) is not None:  # the same was asked twice at once
+                answers[str(id(older))] = older
+            answers[slot] = task
+            if not is_kept:
+                task.add_done_callback(lambda _: answers.pop(slot, None))
         try:
-            return JSONResponse(await asyncio.shield(task))
+            call, answer = await asyncio.shield(task)
+            call.is_lost = await request.is_disconnected()  # until it is asked for again
+            return JSONResponse(answer)
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise

@@ -82,6 +82,9 @@ class Recorder:
         self._limits = limits
         self._sessions: defaultdict[str, list[Call]] = defaultdict(list)
         self._num_tokens: defaultdict[str, int] = defaultdict(int)
+        self._num_begun: defaultdict[str, int] = defaultdict(int)
+        self._continued: set[int] = set()
+        """Ids of the calls that another one goes on from, even if it has no reply yet."""
         self._num_calls, self._num_open = 0, 0
         self._idle_since_s, self._idle_s = time.monotonic(), 0.0
         self.truncated: dict[str, str] = {}
@@ -99,6 +102,11 @@ class Recorder:
     def num_answered(self) -> int:
         """Number of all calls that got a reply."""
         return sum(map(len, self._sessions.values()))
+
+    @property
+    def only_session(self) -> str | None:
+        """The session of all calls; None: there are several, or none."""
+        return next(iter(self._sessions)) if len(self._sessions) == 1 else None
 
     def num_calls(self, session: str) -> int:
         """Return how many calls of a session got a reply."""
@@ -124,11 +132,10 @@ class Recorder:
         parent, rendering, num_known = None, None, 0
         for call in self._sessions[session]:
             known = call.history or ()
+            new = history[len(known) :]
             is_open = call.completion.finish_reason != "length" and call.tools == tools
-            if max(num_known, 1) <= len(known) < len(history) and is_open and _same(known, history):
-                new = history[len(known) :]
-                if any(each["role"] == "assistant" for each in new):
-                    continue
+            is_last = max(num_known, 1) <= len(known) and new and all(each["role"] != "assistant" for each in new)
+            if is_open and is_last and _same(known, history):  # the slowest comes last
                 prompt, reply = call.prompt.tolist(), call.completion.response_tokens.tolist()
                 bridge = self._renderer.bridge(prompt, reply, new, tools=tools)
                 if bridge is not None:
@@ -213,20 +220,20 @@ class Recorder:
         max_prompt, max_reply, max_rollout, max_turns = self._limits
         start = np.empty(0, np.int32) if parent is None else parent.tokens
         prompt = np.concatenate([start, np.array(rendering.tokens, np.int32)])
-        calls = self._sessions[session]
+        calls, num_begun = self._sessions[session], self._num_begun[session]
         # a path of its own repeats what stands before
-        is_next = parent is not None and id(parent) not in self._parents(session)
+        is_next = parent is not None and id(parent) not in self._continued
         num_new = len(rendering.tokens) if is_next else len(prompt)
         room = min(max_reply, max_rollout - self._num_tokens[session] - num_new)
-        num_segments = sum(1 + len(each.rendering.segments) for each in calls)
+        num_segments = sum(1 + len(each.rendering.segments) for each in calls) + len(rendering.segments)
         limit = None
         if len(prompt) > max_prompt:
             limit = "max_prompt_tokens"
         elif room < max(1, self._request.min_response_tokens):
             limit = "max_tokens"
-        elif len(calls) >= max_turns:
+        elif num_begun >= max_turns:
             limit = "max_turns"
-        elif len(calls) >= MAX_SEQUENCES or num_segments >= MAX_SEGMENTS // 2 or len(self._sessions) > MAX_SESSIONS:
+        elif num_begun >= MAX_SEQUENCES or num_segments >= MAX_SEGMENTS // 2 or len(self._sessions) > MAX_SESSIONS:
             limit = "max_segments"
         if limit is not None:
             self.truncated.setdefault(session, limit)
@@ -234,6 +241,8 @@ class Recorder:
         asked = room if max_tokens is None else max(1, min(room, max_tokens))
         number, used = self._num_calls, 0
         self._num_calls += 1
+        self._num_begun[session] += 1
+        self._continued.add(id(parent))
         self._num_tokens[session] += num_new + asked
         if not self._num_open:
             self._idle_s += time.monotonic() - self._idle_since_s
@@ -246,9 +255,10 @@ class Recorder:
                     request_id=f"{self._request.request_id}.{number}",
                     prompt_tokens=tuple(prompt.tolist()),
                     max_response_tokens=asked,
+                    min_response_tokens=min(asked, self._request.min_response_tokens),
                     # an engine may still hold the keys and values of the call before
                     continues=None if parent is None else parent.completion.request_id,
-                    may_continue=len(calls) + 1 < max_turns,
+                    may_continue=num_begun + 1 < max_turns,
                 )
             )
             used = num_new + len(completion.response_tokens)

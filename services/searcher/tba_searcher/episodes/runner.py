@@ -163,7 +163,7 @@ class EpisodeRunner:
         future = None if episode is None else episode.turns.pop(request_id, None)
         if future is not None and not future.done():
             future.set_exception(EpisodeError(reason, boundary="engine"))
-        return episode is not None
+        return "." in request_id.rpartition("/")[2]  # the episode may have ended
 
     def cancel(self, lease_id: str) -> list[str]:
         """Cancel the episodes of a visit; return the ids of their requests, for the engine to abort."""
@@ -393,6 +393,8 @@ class EpisodeRunner:
                     if all_s > section.episode_timeout_s:
                         if not recorder.num_answered:
                             raise EpisodeError(f"it had no reply in {section.episode_timeout_s:g} s")
+                        if recorder.only_session is None:
+                            raise EpisodeError("episode_timeout_s, in several sessions", boundary="limit")
                         ending.stop_condition, ending.is_truncated = "episode_timeout_s", True
                         return
                     await asyncio.wait([play], timeout=POLL_S)
@@ -400,14 +402,13 @@ class EpisodeRunner:
                     ending.stage = "generate"
                     raise recorder.failure
                 outcome = play.result()
-            except EpisodeError:
+            except EpisodeError as error:
                 # agents may fail when they get no more replies
-                if not recorder.truncated or recorder.failure is not None:
+                if error.boundary != "environment" or recorder.only_session not in recorder.truncated:
                     raise
-                outcome = Outcome(None, next(iter(recorder.truncated)))
+                outcome = Outcome(None, str(recorder.only_session))
             finally:
                 play.cancel()
-                session.environment_s = recorder.idle_s[1]
         limit = recorder.truncated.get(outcome.session)
         if not recorder.num_calls(outcome.session):
             boundary = "environment" if limit is None else "limit"

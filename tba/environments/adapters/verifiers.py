@@ -88,10 +88,10 @@ class _World:
         (slot,) = self._env.slots(self._known[number])
         episode = await self._env.run_slot(slot, vf.ModelContext(model="policy", client=client, sampling=sampling))
         found = [each for each in episode.traces if each.agent.name == self._seats[seat] and each.agent.trainable]
-        errors = [*episode.errors, *(error for each in found for error in each.errors)]
-        if len(found) == 1 and any(each.type == "ProviderError" and each.status_code == 400 for each in errors):
+        own = [error for each in found for error in each.errors]
+        if len(found) == 1 and any(each.type == "ProviderError" and each.status_code == 400 for each in own):
             return Outcome(None, found[0].id, "max_tokens", truncated=True)  # a limit of the recipe
-        if errors:
+        if errors := [*episode.errors, *own]:
             said = f"{errors[-1].type}: {errors[-1].message}"
             raise EpisodeError(said, boundary=BOUNDARIES.get(errors[-1].type, "environment"))
         if len(found) != 1:

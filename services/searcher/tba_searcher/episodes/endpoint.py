@@ -65,7 +65,9 @@ class Endpoint:
     def __init__(self, max_tokens: int) -> None:
         self._recorders: dict[str, Recorder] = {}
         self._answers: dict[str, dict[str, asyncio.Task[tuple[Call, dict[str, Any]]]]] = {}
-        self._server = _Server(uvicorn.Config(self._app(max_tokens), log_config=None, access_log=False, lifespan="off"))
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+        # an agent may pause, and its client must not lose its connection meanwhile
+        self._server = _Server(uvicorn.Config(self._app(max_tokens), timeout_keep_alive=3600, **quiet))
         self.url = ""
 
     async def start(self) -> None:
@@ -140,19 +142,10 @@ class Endpoint:
         async def ask() -> tuple[Call, dict[str, Any]]:
             call, choice = await reply(recorder, session)
             num_prompt, num_reply = len(call.prompt), len(call.completion.response_tokens)
-            usage = {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_reply,
-                "total_tokens": num_prompt + num_reply,
-            }
-            told = {"id": call.completion.request_id, "request_id": call.completion.request_id, "model": MODEL}
-            return call, {
-                **told,
-                "created": int(time.time()),
-                "object": "chat.completion",
-                "choices": [choice],
-                "usage": usage,
-            }
+            name, total = call.completion.request_id, num_prompt + num_reply
+            usage = {"prompt_tokens": num_prompt, "completion_tokens": num_reply, "total_tokens": total}
+            told = {"id": name, "request_id": name, "model": MODEL, "created": int(time.time()), "choices": [choice]}
+            return call, {**told, "object": "chat.completion", "usage": usage}
 
         task = answers.get(name) if key or is_retry else None
         if task is None or task.cancelled() or (task.done() and task.exception() is not None):
@@ -171,8 +164,10 @@ class Endpoint:
             if not task.cancelled():
                 raise
             return _refusal(409, "the episode has ended")
-        except (CallRefusedError, RenderError, ValueError) as error:
+        except CallRefusedError as error:  # 400 means a limit, and nothing else: agents end by it
             return _refusal(400, str(error))
+        except (RenderError, ValueError) as error:
+            return _refusal(422, str(error))
         except EpisodeError as error:
             return _refusal(500, str(error))
 

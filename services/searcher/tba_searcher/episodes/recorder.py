@@ -21,18 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tba.environments import EpisodeError, Reply
-from tba.wire.sequences import MAX_SEGMENTS, MAX_SEQUENCES, Segment
+from tba.wire.sequences import MAX_SEGMENTS, MAX_SEGMENTS_OF_ALL, MAX_SEQUENCES, Segment
 from tba_searcher.conversations.chat import ChatRenderer, Messages, Rendering, Tools, checked, segments_of
 from tba_searcher.engines.engine import Completion, Request
 from tba_searcher.engines.tokenizer import TextCodec
 from tba_searcher.episodes.conversation import Conversation, policy_segment, reply_message
 
-MAX_SESSIONS = 64
-"""Most conversations of one episode."""
-
 
 class CallRefusedError(Exception):
-    """A limit of the recipe, or the call itself, does not allow a reply."""
+    """A limit does not allow a reply."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +48,8 @@ class Call:
     """All messages up to the reply; None: the agent rendered them itself."""
     tools: Tools
     new_messages: Messages
+    num_segments: int
+    """Of the path that ends with the reply."""
     is_lost: bool = False
     """Whether the agent never got the reply, or asked for another one instead."""
 
@@ -83,6 +82,8 @@ class Recorder:
         self._sessions: defaultdict[str, list[Call]] = defaultdict(list)
         self._num_tokens: defaultdict[str, int] = defaultdict(int)
         self._num_begun: defaultdict[str, int] = defaultdict(int)
+        self._num_paths: defaultdict[str, int] = defaultdict(int)
+        self._num_segments: defaultdict[str, int] = defaultdict(int)
         self._continued: set[int] = set()
         """Ids of the calls that another one goes on from, even if it has no reply yet."""
         self._num_calls, self._num_open = 0, 0
@@ -225,7 +226,9 @@ class Recorder:
         is_next = parent is not None and id(parent) not in self._continued
         num_new = len(rendering.tokens) if is_next else len(prompt)
         room = min(max_reply, max_rollout - self._num_tokens[session] - num_new)
-        num_segments = sum(1 + len(each.rendering.segments) for each in calls) + len(rendering.segments)
+        num_in_path = (0 if parent is None else parent.num_segments) + len(rendering.segments) + 1
+        num_segments = self._num_segments[session] + (len(rendering.segments) + 1 if is_next else num_in_path)
+        num_paths = self._num_paths[session] + (not is_next)
         limit = None
         if len(prompt) > max_prompt:
             limit = "max_prompt_tokens"
@@ -233,7 +236,7 @@ class Recorder:
             limit = "max_tokens"
         elif num_begun >= max_turns:
             limit = "max_turns"
-        elif num_begun >= MAX_SEQUENCES or num_segments >= MAX_SEGMENTS // 2 or len(self._sessions) > MAX_SESSIONS:
+        elif num_paths > MAX_SEQUENCES or num_in_path > MAX_SEGMENTS or num_segments > MAX_SEGMENTS_OF_ALL:
             limit = "max_segments"
         if limit is not None:
             self.truncated.setdefault(session, limit)
@@ -242,6 +245,7 @@ class Recorder:
         number, used = self._num_calls, 0
         self._num_calls += 1
         self._num_begun[session] += 1
+        self._num_paths[session], self._num_segments[session] = num_paths, num_segments
         self._continued.add(id(parent))
         self._num_tokens[session] += num_new + asked
         if not self._num_open:
@@ -291,6 +295,7 @@ class Recorder:
             history=None if history is None else [*history, _message(completion, reply, text, len(calls))],
             tools=tools,
             new_messages=shown,
+            num_segments=num_in_path,
         )
         for each in repeated:  # asked again: the agent did not take the first reply
             each.is_lost = True

@@ -100,7 +100,7 @@ class EpisodeRunner:
         """For each task, failures in a row of its environment, and when the last one ended."""
         self._closing: set[asyncio.Task[None]] = set()
         self._endpoint = Endpoint(recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
-        self._tokenizer = TemporaryDirectory(prefix="tba-tokenizer-")
+        self._tokenizer: TemporaryDirectory[str] | None = None
         self.num_resetting = 0
         """Episodes that will ask for their first reply soon."""
         self.on_played: Callable[[str, PlayedEpisode], None] = lambda lease_id, played: None
@@ -127,6 +127,7 @@ class EpisodeRunner:
         self._codec.renderer({}).prove()  # it logs what cannot be appended
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
         if any(pool.is_agent for pool in self._pools.values()):
+            self._tokenizer = TemporaryDirectory(prefix="tba-tokenizer-")
             self._codec.save(self._tokenizer.name)
             await self._endpoint.start()
 
@@ -137,7 +138,8 @@ class EpisodeRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(self._endpoint.close(), *(pool.close() for pool in self._pools.values()))
-        self._tokenizer.cleanup()
+        if self._tokenizer is not None:
+            self._tokenizer.cleanup()
 
     def begin(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
         """Begin an episode of a prompt; `request` has the settings of its replies, and its id."""
@@ -381,6 +383,7 @@ class EpisodeRunner:
             EpisodeError: it failed, asked for nothing for too long, or made no call that can be stored.
         """
         ending.stage, secret = "step", token_urlsafe()
+        assert self._tokenizer is not None
         policy = Policy(self._endpoint.url, secret, self._tokenizer.name)
         with self._endpoint.open(secret, recorder):
             play = asyncio.create_task(session.play(prompt.environment_seed, prompt.data, policy))

@@ -148,6 +148,8 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            # its secrets and prompts are for no proxy
+            env=os.environ | {name: f"{os.environ.get(name, '')},127.0.0.1" for name in ("NO_PROXY", "no_proxy")},
             limit=MAX_ANSWER_BYTES,
         )
         assert self._process.stdout is not None

@@ -288,10 +288,7 @@ class PythonSpec(ScorerSpec):
 
 
 RuleSpec = ExactSpec | LastNumberSpec | MathSpec | ReasoningGymSpec | FormatSpec
-AnyScorerSpec = Annotated[
-    RuleSpec | RewardModelSpec | RedteamSpec | HttpSpec | PythonSpec,
-    Field(discriminator="kind"),
-]
+AnyScorerSpec = Annotated[RuleSpec | RewardModelSpec | RedteamSpec | HttpSpec | PythonSpec, Field(discriminator="kind")]
 
 
 class TaskReward(StrictModel):

@@ -6,15 +6,7 @@ import argparse
 from contextlib import closing
 from typing import Any
 
-from tba.api import (
-    CheckpointList,
-    RollbackRequest,
-    RunInfo,
-    ScaleRequest,
-    SearchersInfo,
-    SettingsInfo,
-    SettingsRequest,
-)
+from tba.api import CheckpointList, RollbackRequest, RunInfo, ScaleRequest, SearchersInfo, SettingsInfo, SettingsRequest
 from tba.config import LIVE_NAMES, parse_live
 from tba.config.live_settings import AS_RECIPE, setting_text
 from tba.config.recipe_file import parse_toml_value
@@ -23,11 +15,7 @@ from tba.fields import MAX_STEP
 from tba_cli.console import print_answer
 from tba_cli.run_target import open_client
 
-SOURCES = {
-    "operator": "asked for by the operator",
-    "recipe": "as the recipe says",
-    "run-over": "the run is over",
-}
+SOURCES = {"operator": "asked for by the operator", "recipe": "as the recipe says", "run-over": "the run is over"}
 
 
 def set_command(args: argparse.Namespace) -> int:

@@ -22,14 +22,7 @@ from tba.config import Recipe
 from tba.config.data import PrepareItem
 from tba.errors import ConfigError, not_installed
 from tba_cli.artifacts.huggingface import download
-from tba_cli.artifacts.prepared import (
-    begin,
-    check_prepared,
-    is_there,
-    needed,
-    publish,
-    read_record,
-)
+from tba_cli.artifacts.prepared import begin, check_prepared, is_there, needed, publish, read_record
 from tba_cli.child_processes import ask_program, run_program
 from tba_cli.console import Console
 from tba_cli.prompts.reader import prompt_warnings, prompts_of

@@ -158,12 +158,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, shape: Shape = SHAPE) -> Lla
 
 
 def train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    target_accuracy: float,
-    noise_steps: int,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int, target_accuracy: float, noise_steps: int
 ) -> dict[str, Any]:
     """Train the model in both phases.
 

@@ -67,12 +67,7 @@ class RewardService:
     """
 
     def __init__(
-        self,
-        tasks: Mapping[str, CompositeReward],
-        metrics: Metrics,
-        *,
-        max_pending: int,
-        request_timeout_s: float,
+        self, tasks: Mapping[str, CompositeReward], metrics: Metrics, *, max_pending: int, request_timeout_s: float
     ) -> None:
         self.tasks = tasks
         self._metrics = metrics

@@ -50,9 +50,7 @@ class DrawHistory:
     """
 
     def __init__(
-        self,
-        change_uses: Callable[[NDArray[np.uint64], int], None],
-        on_turns: Callable[[int, Prompts | None], None],
+        self, change_uses: Callable[[NDArray[np.uint64], int], None], on_turns: Callable[[int, Prompts | None], None]
     ) -> None:
         self._change_uses = change_uses
         self._on_turns = on_turns

@@ -148,12 +148,7 @@ def _counter_families(counters: Counters) -> Iterator[Metric]:
         ("tba_buffer_rescored", "rescored", "outcome", "Rollouts scored after they were stored"),
         ("tba_trainer_refused", "trainer_refused", "reason", "Rollouts that the trainer refused"),
         ("tba_skipped_batches", "skipped", "reason", "Batches consumed by a step that skipped them"),
-        (
-            "tba_scaling_failures",
-            "scaling_failures",
-            "reason",
-            "Failed changes of the number of searchers, by reason",
-        ),
+        ("tba_scaling_failures", "scaling_failures", "reason", "Failed changes of the number of searchers, by reason"),
     ):
         yield _by(Count, name, text, label, counters.group(group))
     # what never occurred is shown as 0, since a rate needs a first value; `slots` also counts rollouts, no slots

@@ -121,10 +121,7 @@ class Catalog:
         self._context.notify_all()
         num_new = int(reply[1])
         return PromptUploadReply(
-            num_new=num_new,
-            num_same=len(prompts) - num_new,
-            num_train=len(self.train),
-            num_heldout=len(self.heldout),
+            num_new=num_new, num_same=len(prompts) - num_new, num_train=len(self.train), num_heldout=len(self.heldout)
         )
 
 

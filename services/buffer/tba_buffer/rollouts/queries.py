@@ -177,11 +177,7 @@ class RolloutReader:
         return self._grouped(index.column("position", rows), PayloadFilter(wanted, self._catalog), num, on_evicted)
 
     async def _grouped(
-        self,
-        positions: Positions,
-        payload_filter: PayloadFilter,
-        num: int,
-        on_evicted: Callable[[int], None],
+        self, positions: Positions, payload_filter: PayloadFilter, num: int, on_evicted: Callable[[int], None]
     ) -> AsyncIterator[list[tuple[StoredRollout, Rollout]]]:
         group: list[StoredRollout] = []
         chunks = self._matching(positions, payload_filter, num_first=CHUNK_ROLLOUTS, on_evicted=on_evicted)

@@ -111,8 +111,7 @@ class Deployment:
         """
         body = {"spec": {"replicas": num}}
         return self._call(
-            "patch",
-            lambda api, t: api.patch_namespaced_deployment_scale(self.name, self.namespace, body, **t),
+            "patch", lambda api, t: api.patch_namespaced_deployment_scale(self.name, self.namespace, body, **t)
         )
 
     def close(self) -> None:

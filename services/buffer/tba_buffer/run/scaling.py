@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tba.api import (
-    MAX_CHANGES_PER_PAGE,
-    ComponentInfo,
-    RunState,
-    ScaleAudit,
-    ScaleRequest,
-    ScalingInfo,
-    SearchersInfo,
-)
+from tba.api import MAX_CHANGES_PER_PAGE, ComponentInfo, RunState, ScaleAudit, ScaleRequest, ScalingInfo, SearchersInfo
 from tba.api.run import SearcherSource
 from tba.concurrency import in_thread
 from tba.errors import ConfigError, ConflictError, UnavailableError

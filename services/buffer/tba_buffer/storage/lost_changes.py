@@ -72,14 +72,7 @@ class Losses:
         clock: returns Unix seconds.
     """
 
-    def __init__(
-        self,
-        redis: BytesRedis,
-        keys: Keys,
-        epoch: BufferEpoch,
-        *,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, redis: BytesRedis, keys: Keys, epoch: BufferEpoch, *, clock: Callable[[], float]) -> None:
         self._redis, self._keys, self._epoch, self._clock = redis, keys, epoch, clock
         self._read_script = redis.register_script(READ)
         self._process = secrets.token_hex(8)

@@ -55,8 +55,7 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 _EXPRESSION = ExprExtractionConfig()
 _LATEX = LatexExtractionConfig(
-    boxed_match_priority=0,
-    normalization_config=replace(LatexExtractionConfig().normalization_config, units=False),
+    boxed_match_priority=0, normalization_config=replace(LatexExtractionConfig().normalization_config, units=False)
 )
 """`units=False`: math-verify's own removal of units also drops any text after a number, and variables (`4m`)."""
 _ROMAN_LETTER = re.compile(r"\\mathrm\s*\{\s*([A-Za-z])\s*\}")

@@ -124,10 +124,7 @@ class Endpoint:
         return app
 
     async def _answer(
-        self,
-        request: Request,
-        secret: str,
-        reply: Callable[[Recorder, str], Awaitable[tuple[Call, dict[str, Any]]]],
+        self, request: Request, secret: str, reply: Callable[[Recorder, str], Awaitable[tuple[Call, dict[str, Any]]]]
     ) -> JSONResponse:
         secret = secret or request.headers.get("authorization", "").removeprefix("Bearer ")
         recorder, answers = self._recorders.get(secret), self._answers.get(secret)

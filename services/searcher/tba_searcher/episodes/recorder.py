@@ -143,10 +143,6 @@ class Recorder:
                     parent, rendering, num_known = call, bridge, len(known)
         if rendering is None:
             rendering = self._renderer.render(history, tools=tools)
-            parent = self._parent(session, np.array(rendering.tokens, np.int32))
-            if parent is not None:
-                rendering = _behind(rendering, len(parent.tokens))
-                num_known = len(parent.history or ())
         return await self._reply(session, parent, rendering, history, tools, history[num_known:], max_tokens)
 
     def conversation(self, session: str | None) -> Conversation:
@@ -313,17 +309,6 @@ def _message(completion: Completion, reply: Reply, text: str, turn: int) -> dict
     if completion.finish_reason == "length" or any(each.status != "ok" for each in reply.tool_calls):
         return {"role": "assistant", "content": text}
     return reply_message(reply, turn)
-
-
-def _behind(rendering: Rendering, num_tokens: int) -> Rendering:
-    """Return a rendering without its first tokens."""
-    segments, left = [], num_tokens
-    for each in rendering.segments:
-        num = max(0, each.num_tokens - left)
-        left -= each.num_tokens - num
-        if num:
-            segments.append(Segment(each.role, each.origin, num, turn=each.turn))
-    return Rendering(rendering.tokens[num_tokens:], tuple(segments))
 
 
 def _same(known: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]) -> bool:

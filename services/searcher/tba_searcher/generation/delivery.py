@@ -511,10 +511,4 @@ class Delivery:
             self._status.counts["evals_reported"] += len(results)
 
     async def _call_buffer(self, call: Callable[[], T]) -> T:
-        return await retry_until(
-            call,
-            waits=self._status.waits,
-            owner="pushing",
-            service="buffer",
-            deadline_s=RETRY_S,
-        )
+        return await retry_until(call, waits=self._status.waits, owner="pushing", service="buffer", deadline_s=RETRY_S)

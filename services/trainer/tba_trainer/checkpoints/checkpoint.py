@@ -174,11 +174,7 @@ class CheckpointStore:
         try:
             # all digests are checked before anything is loaded: a learner must not be left half restored
             sections = fetch_objects(
-                self._store,
-                document.objects,
-                folder,
-                key=key,
-                layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout),
+                self._store, document.objects, folder, key=key, layout_of=dict.fromkeys(SHARDED_SECTIONS, self._layout)
             )
             self._store.get_file(f"{key}/{STATE}", folder / STATE)
             if (found := sha256_of_file(folder / STATE)) != document.state_sha256:

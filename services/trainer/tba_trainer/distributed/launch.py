@@ -69,11 +69,7 @@ def launch(
         meeting = [f"--nnodes={num_nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=tba"]
         meeting.append(f"--rdzv-conf=join_timeout={wait_s},read_timeout={wait_s}")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers report errors
-    options = [
-        *meeting,
-        f"--nproc-per-node={num_processes}",
-        f"--shutdown-timeout={math.ceil(stop_timeout_s)}",
-    ]
+    options = [*meeting, f"--nproc-per-node={num_processes}", f"--shutdown-timeout={math.ceil(stop_timeout_s)}"]
     try:
         run(parse_args([*options, "-m", "tba_trainer", *arguments]))
     except ChildFailedError as error:

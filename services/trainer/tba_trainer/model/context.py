@@ -29,14 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tba.errors import ConfigError
-from tba_trainer.model.packing import (
-    PackedSequences,
-    attend_in_window,
-    flash,
-    has_flash,
-    places_within,
-    upload,
-)
+from tba_trainer.model.packing import PackedSequences, attend_in_window, flash, has_flash, places_within, upload
 
 _CONTEXT = "_tba_context"
 """Key of a model's `__dict__` under which its context group is kept."""

@@ -56,13 +56,7 @@ class LogprobModel:
         ConfigError: the model has a context group, and its passes cannot be shared by several processes.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        temperature: float,
-        autocast_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, temperature: float, autocast_dtype: torch.dtype | None = None) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         self.model = model

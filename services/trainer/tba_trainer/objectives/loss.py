@@ -122,13 +122,7 @@ class ObjectiveFunction(Protocol):
 
 
 def custom_loss(
-    tokens: Tokens,
-    rows: Int[Tensor, " B"],
-    sequences: Sequences,
-    objective: Objective,
-    *,
-    beta: float,
-    totals: Totals,
+    tokens: Tokens, rows: Int[Tensor, " B"], sequences: Sequences, objective: Objective, *, beta: float, totals: Totals
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Return a micro-batch's loss under the user's function, and the metric `loss`; both are shares of the whole batch.
 

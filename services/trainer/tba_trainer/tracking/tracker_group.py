@@ -36,12 +36,7 @@ class TrackerGroup:
     """Passes every record to every tracker. No method waits or raises but `close`, which waits a bounded time."""
 
     def __init__(
-        self,
-        run: str,
-        trackers: Iterable[Tracker],
-        *,
-        buffer: BufferClient,
-        known: Iterable[str] = (),
+        self, run: str, trackers: Iterable[Tracker], *, buffer: BufferClient, known: Iterable[str] = ()
     ) -> None:
         self._run, self._buffer, self._known = run, buffer, set(known)
         self._threads = [TrackerThread(tracker) for tracker in trackers]
@@ -169,8 +164,5 @@ def open_trackers(recipe: Recipe, buffer: BufferClient) -> TrackerGroup:
         made = plugins.build(name, shown, what="tracking.trackers", kind=Tracker)
         trackers.append(made)
     return TrackerGroup(
-        recipe.run.name,
-        [JsonlTracker(path), *trackers],
-        buffer=buffer,
-        known=known_evaluations(path, recipe.run.name),
+        recipe.run.name, [JsonlTracker(path), *trackers], buffer=buffer, known=known_evaluations(path, recipe.run.name)
     )

@@ -29,14 +29,7 @@ from torch import Tensor
 from tba.errors import ConfigError, ModelError
 from tba.versions import PolicyVersion
 from tba.wire import Manifest, Sampling
-from tba_searcher.engines.engine import (
-    Completion,
-    EngineDiedError,
-    EngineSettings,
-    Request,
-    as_ids,
-    check_request,
-)
+from tba_searcher.engines.engine import Completion, EngineDiedError, EngineSettings, Request, as_ids, check_request
 from tba_searcher.engines.tokenizer import StopStringMatcher, load_tokenizer, response_decoder
 from tba_searcher.engines.torch.batch import Batch, ConversationCache, KVCache, PrefixCache, use_grouped_attention
 from tba_searcher.engines.torch.exactness import (

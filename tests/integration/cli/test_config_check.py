@@ -434,4 +434,4 @@ def test_an_environment_that_fails_is_named_before_a_child_is_started(check, tmp
     (tmp_path / "shop.py").write_text(SHOP)
     code, said = check(command=command, environments={"mine": {"environment": "shop:Shop"}}, reward={"tasks": {}})
     assert code == expected, said
-    assert "environments.mine: reset for prompt 'train': KeyError: 'x' (shop.py:4)" in said
+    assert "environments.mine: reset for prompt 'train': reset raised KeyError: 'x' (shop.py:4)" in said

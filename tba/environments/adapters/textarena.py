@@ -67,7 +67,9 @@ class TextArena:
             kept = random.getstate(), np.random.get_state()
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
-            yield
-            self._states = random.getstate(), np.random.get_state()
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
+            try:
+                yield
+            finally:  # a game that raises must not leave its state to others
+                self._states = random.getstate(), np.random.get_state()
+                random.setstate(kept[0])
+                np.random.set_state(kept[1])

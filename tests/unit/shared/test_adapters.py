@@ -40,6 +40,7 @@ async def test_a_game_is_a_function_of_seed_and_replies_whatever_is_played_besid
 
 async def test_a_game_pays_once_and_says_what_an_invalid_move_costs():
     pytest.importorskip("textarena")
+    kept = random.getstate()
     moves = ["A C", "A B", "C B", "A C", "B A", "B C", "A C"]
     for played, pays, condition in ((moves, 1.0, "done"), ([*moves[:4], "x", "y"], 1 / 3, "invalid_move")):
         play = play_of("textarena:TextArena", id="TowerOfHanoi-v0")
@@ -51,6 +52,7 @@ async def test_a_game_pays_once_and_says_what_an_invalid_move_costs():
     for id in ("TicTacToe-v0", "QuantumTicTacToe-v0", "NoSuchGame-v0"):
         with pytest.raises(ConfigError, match=id):
             await play_of("textarena:TextArena", id=id).reset(1, {})
+    assert random.getstate() == kept, "a game that raises leaves its random state to nobody"
 
 
 async def test_skyrl_gym_gets_the_data_and_pays_each_turn():

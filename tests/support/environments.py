@@ -220,6 +220,8 @@ class Scripted:
                     tokens = [*prompt, *choice["token_ids"]]
                 elif op == "wait":
                     await asyncio.sleep(values[0])
+                elif op == "leave":
+                    await asyncio.wait([asyncio.create_task(ask())], timeout=values[0])
                 elif op == "block":
                     time.sleep(values[0])
                 elif op == "raise":

@@ -141,6 +141,7 @@ class SearcherLoop:
         self.episodes = queue.episodes
         if self.episodes is not None:
             self.episodes.on_played, self.episodes.on_turn = self._on_played, self._has_work.set
+            self.episodes.on_abandoned = lambda request_id: self._aborts.append(request_id)
         delivery.on_short = self._return_short
         loader.add(current)
         status.version = current.version

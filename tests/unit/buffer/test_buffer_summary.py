@@ -191,6 +191,12 @@ def test_the_most_urgent_state_comes_first() -> None:
     assert about().state == "learning"
 
 
+def test_truncated_episodes_are_told_apart_by_their_stop_conditions() -> None:
+    recipe = make_recipe(environments={"addition": {"environment": "tests.support.environments:Scripted"}})
+    said = summarise(run(), stats(), curves(**{"completions/clipped_ratio": 0.75}), recipe)
+    assert (said.state, "stop conditions" in str(said.remedy)) == ("cut-off", True)
+
+
 def test_failed_scores_are_named_with_their_share_and_commonest_reason() -> None:
     reasons = [FailedReason(reason="bad_data", num=4, example="bad_data: needs the column 'gold'")]
     said = about(counted=stats(num_failed=63, num_scored=37, failed_reasons=reasons)).finding

@@ -153,15 +153,16 @@ async def test_limits_truncate_an_agent(section: Any, script: Any, policy: Any, 
 )
 async def test_a_failure_of_an_agent_is_unknown_and_names_its_boundary(section: Any, script: Any, failure: str) -> None:
     played, world = await play(script, section=section)
-    assert played.failure is not None
-    assert played.failure.startswith(failure)
+    assert (played.failure or "").startswith(failure)
     assert world.status.counts[f"episodes_failed_{failure.split()[0]}"] == 3
 
 
-async def test_a_time_limit_does_not_choose_among_sessions() -> None:
+async def test_a_time_limit_chooses_no_session_and_one_without_a_call_is_no_failure_of_ours() -> None:
     section = {"episode_timeout_s": 2.0, "truncated_reward": -1.0}
     played, _ = await play([["say", "one"], ["session", "b"], ["say", "two"], ["wait", 30]], section=section)
     assert (played.failure or "").startswith("limit step")
+    played, world = await play([["say", "one"]], stored="b")  # the game ended before this seat's turn
+    assert (played.failure, world.status.counts["episodes"]) == ("limit step: no reply in session 'b' (no call)", 1)
 
 
 async def test_a_failure_of_the_engine_is_not_the_agents() -> None:
@@ -175,6 +176,16 @@ async def test_a_failure_of_the_engine_is_not_the_agents() -> None:
             assert world.runner.refuse(found[0].request_id, "too long")
         await world.until(lambda: bool(world.played))
     assert world.played["lease-0"][0].failure == "engine generate: too long"
+
+
+async def test_a_reply_that_is_sampled_when_the_agent_ends_is_abandoned() -> None:
+    async with stage(AGENT, words) as world:
+        abandoned, settle = list[str](), world.runner.settle
+        world.runner.on_abandoned = abandoned.append
+        world.runner.settle = lambda it: None if it.request_id.endswith(".1") else settle(it)
+        (played,) = await world.play(prompt_of(1, script=[["say", "one"], ["leave", 0.3]]))
+        await world.until(lambda: abandoned == ["lease-0/1.1.1"])
+    assert played.episode.stop_condition == "stop:word 0"
 
 
 async def test_the_conversation_of_the_named_seat_is_stored() -> None:
@@ -220,6 +231,16 @@ async def test_limits_hold_for_calls_at_once(num_tokens: int, num_answered: int)
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert sum(isinstance(each, CallRefusedError) for each in found) == 3 - num_answered
     assert (requests[1].min_response_tokens, requests[1].max_response_tokens) == (1, 1), "no engine samples 5 of 1"
+
+
+async def test_an_agent_may_shorten_a_history_that_was_too_long() -> None:
+    recorder = recorder_of([], go := asyncio.Event())
+    go.set()
+    with pytest.raises(CallRefusedError):
+        await recorder.reply_to_tokens("", [5] * 1000, 9)
+    assert recorder.truncated == {"": "max_prompt_tokens"}
+    await recorder.reply_to_tokens("", [5] * 9, 9)
+    assert recorder.truncated == {}
 
 
 async def test_a_reply_that_no_client_got_is_dropped_until_it_is_asked_for_again() -> None:

@@ -263,6 +263,11 @@ def _cut_off(run: _Run) -> Finding | None:
     # answers of a fixed length are always cut, and teach all the same
     if share is None or share < MIN_CUT_SHARE or run.is_solved or run.rise >= SURE:
         return None
+    if run.recipe is not None and run.recipe.environments:
+        return (
+            f"{100 * share:.0f} % of the episodes end as truncated.",
+            "Look at their stop conditions (Rollouts), and raise the limit that most of them name.",
+        )
     return (
         f"{100 * share:.0f} % of the answers are cut at the limit of tokens.",
         "Raise `searcher.max_response_tokens`, unless answers of a fixed length are wanted.",

@@ -270,6 +270,8 @@ class Recorder:
             self._num_open -= 1
             self._idle_since_s = time.monotonic()
         ids = completion.response_tokens.tolist()
+        if self.truncated.get(session) == "max_prompt_tokens":
+            del self.truncated[session]  # the agent has shortened its history
         if completion.finish_reason == "length" and asked == room:
             self.truncated.setdefault(session, "max_response_tokens" if room == max_reply else "max_tokens")
         reply = self._renderer.parse(prompt.tolist(), ids, tools=tools)

@@ -101,12 +101,15 @@ class EpisodeRunner:
         self._closing: set[asyncio.Task[None]] = set()
         self._endpoint = Endpoint(recipe.searcher.max_prompt_tokens + recipe.searcher.max_response_tokens)
         self._tokenizer: TemporaryDirectory[str] | None = None
+        self.max_attempts = MAX_ATTEMPTS
         self.num_resetting = 0
         """Episodes that will ask for their first reply soon."""
         self.on_played: Callable[[str, PlayedEpisode], None] = lambda lease_id, played: None
         """Called with lease id and episode at the end of each."""
         self.on_turn: Callable[[], None] = lambda: None
         """Called when an episode asks for a reply."""
+        self.on_abandoned: Callable[[str], None] = lambda request_id: None
+        """Called with the id of a request that the engine samples, and nobody waits for any more."""
 
     def plays(self, task: str) -> bool:
         """Return whether prompts of a task are played as episodes."""
@@ -194,7 +197,7 @@ class EpisodeRunner:
     async def _play(self, lease_id: str, prompt: Any, request: Request, pinned: PolicyVersion | None) -> None:
         """Play an episode, again and again if something of ours fails."""
         task = prompt.task
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(1, self.max_attempts + 1):
             begun_s = time.monotonic()
             played, boundary = await self._attempt(prompt, request, pinned, attempt)
             episode = played.episode
@@ -271,10 +274,8 @@ class EpisodeRunner:
         finally:
             self.num_resetting -= is_resetting
             if session is not None:
-                answers, tool_s = session.num_answers, session.tool_s
-                self._count(
-                    prompt.task, environment_answers=answers, environment_s=session.environment_s, tool_s=tool_s
-                )
+                times = {"environment_s": session.environment_s, "tool_s": session.tool_s}
+                self._count(prompt.task, environment_answers=session.num_answers, **times)
                 # not awaited: an environment may take its time to close
                 self._closing.add(closing := asyncio.create_task(session.close()))
                 closing.add_done_callback(self._closing.discard)
@@ -291,7 +292,8 @@ class EpisodeRunner:
             begun_s,
             texts[0] if texts else "",
             failure=None if boundary is None else _shown(f"{boundary} {ending.stage}: {detail}", 2000),
-            is_hopeless=not talk.completions and (boundary == "limit" or ending.stage == "render"),
+            is_hopeless=not (talk.completions or (recorder and recorder.num_answered))
+            and (boundary == "limit" or ending.stage == "render"),
             episode_id=episode_id,
             environment=prompt.task,
             environment_version=pool.version,
@@ -319,10 +321,12 @@ class EpisodeRunner:
         ends = tuple(sorted({*request.eos_ids, *renderer.stop_ids}))
         while True:
             room = min(max_reply, max_tokens - talk.num_tokens)
-            limit = "max_prompt_tokens" if len(talk.prompt) > max_prompt else "max_tokens"
-            if limit == "max_prompt_tokens" or room < max(1, request.min_response_tokens):
+            is_long = len(talk.prompt) > max_prompt
+            limit, most = ("max_prompt_tokens", max_prompt) if is_long else ("max_tokens", max_tokens)
+            if is_long or room < max(1, request.min_response_tokens):
                 if not talk.completions:  # nothing to store, and no attempt will differ
-                    raise EpisodeError(f"its first prompt has {len(talk.prompt)} tokens ({limit})", boundary="limit")
+                    said = f"its first prompt has {len(talk.prompt)} tokens ({limit} is {most})"
+                    raise EpisodeError(said, boundary="limit")
                 ending.stop_condition, ending.is_truncated = limit, True
                 return
             if talk.is_full:
@@ -414,7 +418,8 @@ class EpisodeRunner:
                 play.cancel()
         limit = recorder.truncated.get(outcome.session)
         if not recorder.num_calls(outcome.session):
-            boundary = "environment" if limit is None else "limit"
+            # where others were asked, the game has ended before it was this seat's turn
+            boundary = "limit" if limit or recorder.num_answered else "environment"
             raise EpisodeError(f"no reply in session {outcome.session!r} ({limit or 'no call'})", boundary=boundary)
         ending.session, ending.reward = outcome.session, outcome.reward
         ending.stop_condition = limit or _shown(outcome.stop_condition, 100)
@@ -434,7 +439,15 @@ class EpisodeRunner:
         episode.turns[request.request_id] = future
         self._turns[pinned].append(request)
         self.on_turn()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # an agent's episode ended before its last calls
+            episode.turns.pop(request.request_id, None)
+            if request in self._turns[pinned]:
+                self._turns[pinned].remove(request)
+            else:
+                self.on_abandoned(request.request_id)
+            raise
 
     def _episode_of(self, request_id: str) -> _Open | None:
         """Return the open episode of a turn's request, whose id is that of the episode, attempt and turn."""

@@ -28,6 +28,7 @@ from tba_cli.setup.environment_trial import try_environment
 from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.origin import check_searchers, copy_origin, find_origin
 from tba_cli.setup.prepare import endless_warning, prepare_at_start, try_model
+from tba_cli.sizing.machine import bfloat16_warning
 
 EXIT_INTERRUPTED = 130
 LOCAL_ROLES = ("searcher", "trainer", "operator")
@@ -75,8 +76,8 @@ def run_local(
     needs_warm_start = check_model(original)
     prompts = prompts_of(original)
     endless = None if needs_warm_start else endless_warning(original, prompts)
-    warnings = (original.temperature_warning, rate_warning(original), seed_warning(original), endless)
-    for warning in filter(None, (*warnings, *prompt_warnings(original, prompts))):
+    of_run = (rate_warning(original), bfloat16_warning(original), seed_warning(original), endless)
+    for warning in filter(None, (original.temperature_warning, *of_run, *prompt_warnings(original, prompts))):
         console.result(f"warning: {warning}")
     check_tasks(prompts, tasks_of_recipe(original))
     for task, section in original.environments.items():

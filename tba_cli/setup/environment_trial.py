@@ -11,15 +11,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from tba.api.prompts import Prompt, PromptTools, checked_messages
 from tba.config import Recipe
+from tba.environments.play import user_messages
 from tba.errors import ConfigError
 from tba.fields import first_problem
-from tba_cli.child_processes import child_environ
+from tba_cli.child_processes import ask_program, child_environ
 
 EXIT_SLACK_S = 10.0
 MAX_ERROR_CHARS = 2000
@@ -59,7 +62,21 @@ def try_environment(recipe: Recipe, task: str, prompts: Sequence[Prompt]) -> str
         worker.end()
     of_prompt = "a prompt has" if section.environment is None else "an episode begins with"
     # without any, the text of the prompt is the message of the user
-    return f"{name}: {of_prompt} {_num(len(messages) or 1, 'message')} and {_num(len(tools), 'tool')}"
+    messages = messages or user_messages(prompt.text)
+    found = f"{name}: {of_prompt} {_num(len(messages), 'message')} and {_num(len(tools), 'tool')}"
+    if not Path(recipe.model.path, "config.json").is_file() or find_spec("transformers") is None:
+        return found
+    words = ["chat", recipe.model.path, "--count", *["--trust"] * recipe.model.trust_remote_code]
+    words += ["--template-kwargs", json.dumps(prompt.chat_template_kwargs)]
+    asked = json.dumps([{"messages": messages, "tools": given} for given in (tools or prompt.tools, [])])
+    answer, bare = ask_program("tba_cli.starter_models.convert", words, texts=asked)
+    most, num_tokens = recipe.searcher.max_prompt_tokens, (answer if "text" in answer else bare).get("num_tokens")
+    if num_tokens is None:
+        raise worker.error(step, answer["error"])
+    if num_tokens > most:
+        said = f"its first prompt has {num_tokens} tokens, tools included; raise searcher.max_prompt_tokens ({most})"
+        raise worker.error(step, said)
+    return f"{found}, {num_tokens} tokens{'' if 'text' in answer else '; the chat template shows the policy no tools'}"
 
 
 def most_s(recipe: Recipe) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from tba.cgroups import core_limits, memory_limits
 from tba.config import Recipe
 
-DEVICES = Path("/dev")
+DEVICES, CPU_INFO = Path("/dev"), Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,20 @@ def cpu_machine() -> Machine:
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_cores = math.floor(min([len(os.sched_getaffinity(0)), *core_limits()]))
     return Machine(max(1, num_cores), min([total_bytes, *(limit for _, limit in memory_limits())]))
+
+
+def bfloat16_warning(recipe: Recipe) -> str | None:
+    """Return a warning if a processor without instructions for bfloat16 computes in it, with the advice after `; `."""
+    used = {"trainer.compute_dtype": (recipe.trainer.device, recipe.trainer.compute_dtype)}
+    used["model.dtype"] = recipe.searcher.device, recipe.model.dtype
+    keys = [key for key, (device, dtype) in used.items() if (device, dtype) == ("cpu", "bfloat16")]
+    # as Linux names them: avx512_bf16, amx_bf16, bf16
+    if not keys or not CPU_INFO.exists() or "bf16" in CPU_INFO.read_text():
+        return None
+    return (
+        "the processor has no instructions for bfloat16, which then takes several times as long as float32; "
+        f"set {' and '.join(keys)} to float32"
+    )
 
 
 def with_machine_defaults(recipe: Recipe, machine: Machine) -> tuple[Recipe, str | None]:

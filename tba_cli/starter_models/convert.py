@@ -116,9 +116,9 @@ def _endless(folder: Path, config: Any, tokenizer: Any, texts: list[str]) -> str
 
 
 def chat_texts(
-    folder: Path, chats: list[Any], arguments: Mapping[str, Any], *, trust: bool = False
-) -> list[dict[str, str]]:
-    """Return for each conversation {"text": ...}, or {"error": ...} if the chat template fails for it.
+    folder: Path, chats: list[Any], arguments: Mapping[str, Any], *, trust: bool = False, count: bool = False
+) -> list[dict[str, Any]]:
+    """Return for each conversation {"text"} (`count`: and "num_tokens"), or {"error"} if the chat template fails.
 
     Args:
         chats: each {"messages", "tools"}; tools may be absent.
@@ -157,6 +157,7 @@ def chat_texts(
             if tools and text == tokenizer.apply_chat_template(messages, **arguments, **options):
                 raise ValueError("it has no place for tools")
             answers.append({"text": text.removeprefix(bos) if has_own else text})
+            answers[-1] |= {"num_tokens": len(tokenizer(answers[-1]["text"])["input_ids"])} if count else {}
         except Exception as error:  # a template can raise anything
             why = f"the chat template of {folder} cannot make text of the messages: {_reason(error)}"
             answers.append({"error": f"{why}; {advice}"})
@@ -284,6 +285,7 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="what to convert instead")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="JSON list of texts, or of {messages, tools}")
     parser.add_argument("--trust", action="store_true", help="code that comes with the model may run")
+    parser.add_argument("--count", action="store_true", help="with chat: count tokens too")
     parser.add_argument("--template-kwargs", type=json.loads, default={}, help="JSON, arguments of the chat template")
     args = parser.parse_args()
     if args.command != "convert" and not args.trust:  # code that comes with a model may need it
@@ -293,7 +295,7 @@ def main() -> int:
         # code that comes with a model may print, and stdout is the answer
         with contextlib.redirect_stdout(sys.stderr):
             if args.command == "chat":
-                answer: Any = chat_texts(args.folder, texts, args.template_kwargs, trust=args.trust)
+                answer: Any = chat_texts(args.folder, texts, args.template_kwargs, trust=args.trust, count=args.count)
             elif args.command == "check":
                 answer = check(args.folder, texts, trust=args.trust)
             else:

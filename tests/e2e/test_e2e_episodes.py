@@ -96,8 +96,13 @@ def test_evaluations_play_episodes_too(place: Place):
 def test_one_episode_is_tried_by_hand_and_by_the_model(place: Place, words: list[str]):
     tried = place.tba("env", "try", "recipe.json", "--task", "talk", *words, typed="one\ntwo\nthree\n")
     assert tried.returncode == 0, tried.stderr
-    told, _, tokens = tried.stdout.partition("stop condition: ")
+    _, _, tokens = tried.stdout.partition("\nreward: ")
     rows = [line.split(maxsplit=4) for line in tokens.splitlines()[1:]]
     assert {row[1] for row in rows if row[2] == "trained"} == {"policy"}
-    assert words or told.endswith("\nuser: more\nturn rewards: 1.0, 1.0, 1.0\n")
+    assert words or tokens.startswith("3.0 (turns: 1.0, 1.0, 1.0)\n")
     assert words or [row[4] for row in rows[2::3]] == [f"'{text}<|im_end|>'" for text in ("one", "two", "three")]
+
+
+def test_a_first_prompt_that_is_too_long_is_found_before_a_run(place: Place):
+    checked = place.tba("config", "check", "recipe.json", "--set", "searcher.max_prompt_tokens=12")
+    assert (checked.returncode, "its first prompt has" in checked.stdout) == (1, True), checked.stdout

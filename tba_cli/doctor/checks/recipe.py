@@ -24,6 +24,7 @@ from tba_cli.resolve import check_installed, check_model
 from tba_cli.setup.environment_trial import most_s, try_environment
 from tba_cli.setup.model_recipe import rate_warning
 from tba_cli.setup.prepare import endless_warning, measure_model
+from tba_cli.sizing.machine import bfloat16_warning
 
 MAX_MEASURED_PROMPTS = 2000
 """At most this many prompts are measured in tokens."""
@@ -193,6 +194,8 @@ class RecipeChecks:
             check_model(self.recipe)
         if (warning := rate_warning(self.recipe)) is not None:
             yield warn("learning-rate", *warning.rsplit("; ", 1))
+        if (warning := bfloat16_warning(self.recipe)) is not None:
+            yield warn("processor", *warning.rsplit("; ", 1))
 
     def check_tokenizer(self, target: Target) -> Iterator[CheckResult]:
         """Check that the model's config and tokenizer load, and that prompts and responses fit into its context."""

@@ -303,6 +303,13 @@ def test_recipes_that_are_shipped_leave_nothing_open_on_a_cpu() -> None:
         assert left_open is None, f"{path.name}: {left_open}"
 
 
+def test_bfloat16_is_slow_on_a_processor_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "CPU_INFO", info := tmp_path / "cpuinfo")
+    for flags, is_said in (("avx512_bf16", False), ("avx512f", True)):
+        info.write_text(flags)
+        assert ("model.dtype to float32" in str(machine.bfloat16_warning(recipe_of("smollm2")))) is is_said
+
+
 def test_cores_and_memory_are_those_of_the_groups_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ async def play(recipe: Recipe, prompt: Prompt, *, by: str) -> None:
     lease = Lease(lease_id="try", kind="train", visit_id="try", prompt=prompt, **how)
     queue.add(Visit(lease=lease, prompt_tokens=(), pinned=None))
     played, seen = list[PlayedEpisode](), list[int]()
-    runner.on_played = lambda _, episode: played.append(episode)
+    runner.on_played, runner.max_attempts = lambda _, episode: played.append(episode), 1
     try:
         await runner.start()
         while not played:
@@ -61,15 +61,16 @@ async def play(recipe: Recipe, prompt: Prompt, *, by: str) -> None:
             await asyncio.sleep(0.01)
     finally:
         await runner.close()
-    episode = played[0].episode
-    print("", *(f"{each.role}: {each.content}" for each in episode.messages), sep="\n")
-    print(f"turn rewards: {', '.join(map(str, episode.turn_rewards))}")
-    print(f"stop condition: {episode.stop_condition}; failure: {played[0].failure}")
+    episode, failure = played[0].episode, played[0].failure
+    scores = f", and scores of reward.tasks.{prompt.task}, unknown here" * (prompt.task in recipe.reward.tasks)
+    print(f"\nstop condition: {episode.stop_condition}{', truncated' * episode.is_truncated}; failure: {failure}")
+    print(f"reward: {episode.paid} (turns: {', '.join(map(str, episode.turn_rewards))}){scores}")
+    trained = "trained" if failure is None and (scores or episode.paid is not None) else "unknown"
     for sequence in played[0].sequences:
         tokens = sequence.tokens.tolist()
         for each in sequence.segments:
             text, tokens = tokenizer.decode(tokens[: each.num_tokens]), tokens[each.num_tokens :]
-            print(f"{each.role:9} {each.origin:11} {('-', 'trained')[each.is_trained]:7} {each.num_tokens:5}  {text!r}")
+            print(f"{each.role:9} {each.origin:11} {('-', trained)[each.is_trained]:7} {each.num_tokens:5}  {text!r}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/pip install -q --no-compile -c deploy/constraints/main.txt
 EDITABLE := -e '.[service,local,data,models]' $(foreach s,$(SERVICES),-e $(s))
 
 .DEFAULT_GOAL := help
-.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels wheels-check docs-site minimal table control real real-table overlap paper study beside-trl test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
+.PHONY: images images-common images-gpu images-push test-compose test-cluster test-vllm-versions help demo wheels wheels-check docs-site minimal table control real real-tools real-table overlap paper study beside-trl test unit nightly promise chaos chaos-buffer bench-buffer bench-trainer bench-searcher bench-reward bench-scale bench-weights gpu-smoke gpu-bench lint fix types audit clean golden api-docs chart-docs
 TRIALS ?= 10
 WORKERS ?= 2
 CHAOS_MINUTES ?= 30
@@ -63,6 +63,9 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 
 real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about ten minutes, without a hub)
 	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
+
+real-tools: $(VENV)/.real  ## the same model learns to call tools: SEED=n (about fifteen minutes)
+	$(BIN)/tba run recipes/smollm2-tools.toml --fresh --seed $(SEED) --run-name smollm2-tools-seed$(SEED)
 
 real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)
 	for seed in 0 1 2; do \

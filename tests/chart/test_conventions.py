@@ -35,7 +35,7 @@ def rendered(values: dict[str, Any], folder: Path, kube: str = "1.37.0") -> Rend
 
 ROUTES = {
     "buffer": {
-        "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example", "b.example"], "tlsSecret": "cert"},
+        "ingress": {"enabled": True, "className": "nginx", "hosts": ["a.example", "b.example"], "tlsSecret": "cert"}
     }
 }
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from examples.worlds import conversations
+from examples.worlds.calculator.prepare import WORLD as CALCULATOR
 from examples.worlds.gsm8k import prepare as gsm8k
 from examples.worlds.gsm8k import word_problems
-from examples.worlds.math import algebra
-from examples.worlds.math import prepare as maths
 from examples.worlds.redteam import prepare as redteam
 from examples.worlds.rows import distinct_prompts
 from examples.worlds.tldr import prepare as tldr
@@ -24,11 +24,10 @@ from tests.support.e2e import ENDLESS, Place
 WORLDS = Path(__file__).resolve().parents[2] / "examples/worlds"
 TIMEOUT_S = 480.0
 """About a minute on a quiet machine."""
-SMALL = {"hidden": 64, "layers": 2, "inner": 160, "initializer_range": 0.1}
 
 
-def recipe_of(world: str) -> dict[str, Any]:
-    document = tomllib.loads((WORLDS / world / f"{world}-small.toml").read_text())
+def recipe_of(world: str, name: str = "{}-small.toml") -> dict[str, Any]:
+    document = tomllib.loads((WORLDS / world / name.format(world)).read_text())
     document["eval"]["every_steps"] = ENDLESS
     return document
 
@@ -44,14 +43,6 @@ def run(folder: Path, document: dict[str, Any]) -> Place:
     return place
 
 
-def assert_gain_beyond_noise(place: Place) -> None:
-    summary = place.summary()
-    num, start, final = (summary[key] for key in ("num_heldout_prompts", "start_accuracy", "final_accuracy"))
-    # the samples of a prompt count as one: the widest that the error can be
-    error = math.sqrt((start * (1 - start) + final * (1 - final)) / num)
-    assert final - start > 2 * error, summary
-
-
 def one_step_problems(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
     """Return word problems of one step; the held-out ones have other names and things, and numbers that are known.
 
@@ -61,14 +52,6 @@ def one_step_problems(num_train: int, num_heldout: int, seed: int) -> list[Promp
     made = [word_problems.prompt_of(row) for row in rows]
     heldout = distinct_prompts("gsm8k", "heldout", made[:num_heldout], num_heldout)
     return heldout + distinct_prompts("gsm8k", "train", made[num_heldout:], num_train)
-
-
-def squares(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
-    """Return the algebra of level 4: squares, answered with a set."""
-    rows = {name: algebra.TABLES[name](0) for name in ("test", "validation", "train")}
-    made = {name: [algebra.prompt_of(row) for row in rows[name] if row["level"] == "Level 4"] for name in rows}
-    heldout = distinct_prompts("math", "heldout", [*made["test"], *made["validation"]], num_heldout)
-    return heldout + distinct_prompts("math", "train", made["train"], num_train)
 
 
 @pytest.mark.nightly
@@ -82,7 +65,7 @@ def test_accuracy_on_word_problems_rises_beyond_noise(tmp_path: Path) -> None:
         # the numbers of all splits, so that the arithmetic is known before the slips
         [*rows["sft"], *rows["train"]],
         rows["sft_slips"],
-        sizes=replace(gsm8k.SIZES, **SMALL),
+        sizes=replace(gsm8k.SIZES, hidden=64, layers=2, inner=160, initializer_range=0.1),
         clean_steps=replace(gsm8k.CLEAN, **clean),
         slip_steps=replace(gsm8k.SLIPS, num_steps=40, batch_size=48),
     )
@@ -93,30 +76,23 @@ def test_accuracy_on_word_problems_rises_beyond_noise(tmp_path: Path) -> None:
     document["sampling"]["min_size_to_sample"] = 150
     document["searcher"] |= {"max_prompt_tokens": 48, "max_response_tokens": 30}
     document["eval"] |= {"num_prompts": 200, "num_prompts_final": 200, "num_samples": 2}
-    assert_gain_beyond_noise(run(tmp_path, document))
+    summary = run(tmp_path, document).summary()
+    num, start, final = (summary[key] for key in ("num_heldout_prompts", "start_accuracy", "final_accuracy"))
+    # the samples of a prompt count as one: the widest that the error can be
+    assert final - start > 2 * math.sqrt((start * (1 - start) + final * (1 - final)) / num), summary
+
+
+def test_the_policy_learns_to_call_tools(tmp_path: Path) -> None:
+    """Within 20 of the recipe's 60 steps; the standard error of 200 prompts is at most 0.036."""
+    conversations.make(CALCULATOR, tmp_path / "models/worlds/calculator")
+    document = recipe_of("calculator", "{}.toml")
+    document["trainer"]["num_steps"] = 20
+    document["eval"]["num_prompts_final"] = document["data"]["num_heldout"] = 200
+    summary = run(tmp_path, document).summary()
+    assert summary["start_accuracy"] < min(0.35, summary["final_accuracy"] - 0.3)
 
 
 @pytest.mark.nightly
-def test_accuracy_on_algebra_rises_beyond_noise(tmp_path: Path) -> None:
-    clean, pupils = ([row for row in algebra.TABLES[name](0) if row["level"] == "Level 4"] for name in ("clean", "sft"))
-    (tmp_path / maths.MODEL).parent.mkdir(parents=True)
-    maths.make(
-        tmp_path / maths.MODEL,
-        clean,
-        pupils,
-        sizes=replace(maths.SIZES, **SMALL),
-        clean_steps=replace(maths.CLEAN, num_steps=300, rate=6e-3, decay_steps=150),
-        pupil_steps=replace(maths.PUPILS, num_steps=50, schedule_steps=50, decay_steps=25),
-    )
-    document = recipe_of("math")
-    document["data"] |= {"generator": "tests.e2e.test_learning:squares", "num_heldout": 50}
-    document["trainer"]["num_steps"] = 60
-    document["trainer"]["learning_rate"] |= {"value": 1e-3, "warmup_steps": 5}
-    document["searcher"] |= {"max_prompt_tokens": 32, "max_response_tokens": 56}
-    document["eval"] |= {"num_prompts": 50, "num_prompts_final": 50, "num_samples": 2}
-    assert_gain_beyond_noise(run(tmp_path, document))
-
-
 def test_the_policy_learns_to_attack(tmp_path: Path) -> None:
     """From nothing to attacks that succeed; the standard error of the gain is at most 0.063 with 128 samples each."""
     document = recipe_of("redteam")

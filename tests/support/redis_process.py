@@ -82,9 +82,7 @@ class RedisProcess:
             place = ("--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder))
             start = ("sh", str(START_SCRIPT)) if self.as_we_start_it else ()
             self.process = start_server(
-                [*start, redis_server_path(), *place, *self.options],
-                log=log,
-                env={**os.environ, **self.environ},
+                [*start, redis_server_path(), *place, *self.options], log=log, env={**os.environ, **self.environ}
             )
         deadline = time.monotonic() + DEADLINE_S
         while not _answers(self.port):

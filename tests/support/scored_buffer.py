@@ -11,9 +11,7 @@ from tests.support.buffer_fixtures import ServeBuffer
 from tests.support.redis_process import RedisProcess
 from tests.support.reward_server import RewardServer
 
-SECTIONS: dict[str, dict[str, Any]] = {
-    "buffer": {"SCORE_EVERY_S": 0.05},
-}
+SECTIONS: dict[str, dict[str, Any]] = {"buffer": {"SCORE_EVERY_S": 0.05}}
 
 
 def sections(reward: RewardServer, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:

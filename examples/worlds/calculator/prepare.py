@@ -12,8 +12,8 @@ from examples.worlds.conversations import World, calls, prepare, says
 from examples.worlds.training import Steps
 from tba.environments import Reply
 
-NO_CALL, WRONG_TOOL, WRONG_DIGIT = 0.4, 0.15, 0.1
-"""Shares of the slips: no call but an invented result, the other tool, and a digit of an argument that is another."""
+NO_CALL, WRONG_TOOL, WRONG_DIGIT = 0.6, 0.15, 0.1
+"""Shares of the slips: no call but the first number, the other tool, and a digit of an argument that is another."""
 
 
 def player(messages: Sequence[dict[str, Any]], rng: random.Random, slip: float) -> Reply:
@@ -21,7 +21,7 @@ def player(messages: Sequence[dict[str, Any]], rng: random.Random, slip: float) 
     if messages[-1]["role"] == "tool":
         return says(messages[-1]["content"])
     if rng.random() < slip * NO_CALL:
-        return says(str(rng.randint(200, 999_999)))
+        return says(messages[0]["content"].split()[2])
     is_sum = ("+" in messages[0]["content"]) != (rng.random() < slip * WRONG_TOOL)
     a, b = (
         int("".join(rng.choice("123456789") if rng.random() < slip * WRONG_DIGIT else digit for digit in number))

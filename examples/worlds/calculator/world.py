@@ -13,6 +13,17 @@ from examples.worlds.rows import Split, is_of, prompts_of_both
 from tba.api import Prompt
 
 TASK = "calculator"
+SHOWN = [
+    {"role": "system", "content": "Tools: add(a, b), multiply(a, b)."},
+    {"role": "user", "content": "What is 12 + 30?"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 30}}</tool_call>',
+    },
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "42"},
+]
+"""The tools and one call, for a pretrained model whose chat template writes no tools."""
 
 
 def add(a: int, b: int) -> int:
@@ -37,3 +48,11 @@ def rows(split: Split, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
     """Return held-out prompts, the same for every seed, and others to train on."""
     return prompts_of_both(TASK, rows, num_train=num_train, num_heldout=num_heldout, seed=seed)
+
+
+def chats(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
+    """Return the same prompts, each behind an example of a call."""
+    return [
+        Prompt(**(each.document() | {"messages": [*SHOWN, {"role": "user", "content": each.text}]}))
+        for each in prompts(num_train, num_heldout, seed)
+    ]

@@ -216,9 +216,7 @@ def test_a_searcher_that_hung_up_gets_nothing(serve_buffer: ServeBuffer) -> None
     assert len(hold(buffer).leases) == 2
 
 
-def test_with_a_lag_searchers_hear_of_an_older_version_and_evaluations_of_the_newest(
-    serve_buffer: ServeBuffer,
-) -> None:
+def test_with_a_lag_searchers_hear_of_an_older_version_and_evaluations_of_the_newest(serve_buffer: ServeBuffer) -> None:
     client, lineage = serve_buffer(sampling={"lag_steps": 3}, trainer={"sync_interval": 2}).begin(20, 3)
 
     def told_after(step: int) -> str | None:

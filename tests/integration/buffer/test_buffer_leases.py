@@ -300,9 +300,7 @@ def test_a_lease_from_before_the_clock_went_back_ends_after_lease_s(serve_buffer
     assert client.stats().leases["open"] == 3
 
 
-def test_a_push_counts_only_under_a_name_that_the_visit_was_leased_to(
-    serve_buffer: ServeBuffer,
-) -> None:
+def test_a_push_counts_only_under_a_name_that_the_visit_was_leased_to(serve_buffer: ServeBuffer) -> None:
     client, _ = serve_buffer().begin(4)
     (mine,) = lease(client, 1, "s1").leases
     sampled = [

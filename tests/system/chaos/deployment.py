@@ -221,9 +221,7 @@ class Deployment:
         client = Session(
             CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"], region_name="us-east-1"
         ).client(
-            "s3",
-            endpoint_url=f"http://127.0.0.1:{self.ports.store}",
-            config=Config(s3={"addressing_style": "path"}),
+            "s3", endpoint_url=f"http://127.0.0.1:{self.ports.store}", config=Config(s3={"addressing_style": "path"})
         )
         client.create_bucket(Bucket=BUCKET)
         client.close()

@@ -181,9 +181,7 @@ def uninstall(release: Release, report: Report) -> None:
         run("helm", "uninstall", release.name, "-n", release.namespace, "--wait", "--cascade", "foreground")
         claims = "persistentvolumeclaim/"
         until(
-            "only claims are left",
-            lambda: all(name.startswith(claims) for name in release.left_over()),
-            deadline_s=120,
+            "only claims are left", lambda: all(name.startswith(claims) for name in release.left_over()), deadline_s=120
         )
         found["claims"] = len(release.left_over())
         # as NOTES says

@@ -77,8 +77,7 @@ def test_a_function_of_trl(
 
 
 @pytest.mark.parametrize(
-    ("function", "kwargs", "named"),
-    [("needs_state", {}, "trainer_state"), ("only_completions", {"tresh": 4}, "tresh")],
+    ("function", "kwargs", "named"), [("needs_state", {}, "trainer_state"), ("only_completions", {"tresh": 4}, "tresh")]
 )
 def test_what_a_function_can_never_be_called_with_is_refused(function: str, kwargs: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

@@ -144,8 +144,7 @@ async def test_what_no_method_may_return_is_a_failure(value: Any):
 
 
 @pytest.mark.parametrize(
-    "section",
-    [{}, {"environment": "no path"}, {"tools": ["a:b", "no path"]}, {"tools": ["a:b"], "settings": {"x": 1}}],
+    "section", [{}, {"environment": "no path"}, {"tools": ["a:b", "no path"]}, {"tools": ["a:b"], "settings": {"x": 1}}]
 )
 def test_a_section_without_a_player_is_refused(section: dict[str, Any]):
     with pytest.raises(ValueError, match=r"environment|tools|settings"):

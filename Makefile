@@ -65,7 +65,7 @@ real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kind
 	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
 
 real-tools: $(VENV)/.real  ## the same model learns to call tools: SEED=n (about fifteen minutes)
-	$(BIN)/tba run recipes/smollm2-tools.toml --fresh --seed $(SEED) --run-name smollm2-tools-seed$(SEED)
+	$(BIN)/tba run examples/worlds/calculator/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-tools-seed$(SEED)
 
 real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)
 	for seed in 0 1 2; do \

@@ -53,6 +53,6 @@ def prompts(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
 def chats(num_train: int, num_heldout: int, seed: int) -> list[Prompt]:
     """Return the same prompts, each behind an example of a call."""
     return [
-        Prompt(**(each.document() | {"messages": [*SHOWN, {"role": "user", "content": each.text}]}))
+        Prompt.model_validate({**each.document(), "messages": [*SHOWN, {"role": "user", "content": each.text}]})
         for each in prompts(num_train, num_heldout, seed)
     ]

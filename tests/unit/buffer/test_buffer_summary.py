@@ -193,7 +193,7 @@ def test_the_most_urgent_state_comes_first() -> None:
 
 def test_truncated_episodes_are_told_apart_by_their_stop_conditions() -> None:
     recipe = make_recipe(environments={"addition": {"environment": "tests.support.environments:Scripted"}})
-    said = summarise(run(), stats(), curves(**{"completions/clipped_ratio": 0.75}), recipe)
+    said = summarise(run(), stats(), curves(30, **{"completions/clipped_ratio": 0.75}), recipe)
     assert (said.state, "stop conditions" in str(said.remedy)) == ("cut-off", True)
 
 

@@ -64,7 +64,7 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about ten minutes, without a hub)
 	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
 
-real-tools: $(VENV)/.real  ## the same model learns to call tools: SEED=n (about fifteen minutes)
+real-tools: $(VENV)/.real  ## the same model learns to call tools: SEED=n (about half an hour on a busy machine)
 	$(BIN)/tba run examples/worlds/calculator/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-tools-seed$(SEED)
 
 real-table: $(VENV)/.real  ## the same with seeds 0, 1, 2, and with rewards shuffled within each batch (about an hour)

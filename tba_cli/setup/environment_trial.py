@@ -61,7 +61,6 @@ def try_environment(recipe: Recipe, task: str, prompts: Sequence[Prompt]) -> str
     finally:
         worker.end()
     of_prompt = "a prompt has" if section.environment is None else "an episode begins with"
-    # without any, the text of the prompt is the message of the user
     messages = messages or user_messages(prompt.text)
     found = f"{name}: {of_prompt} {_num(len(messages), 'message')} and {_num(len(tools), 'tool')}"
     if not Path(recipe.model.path, "config.json").is_file() or find_spec("transformers") is None:
@@ -70,13 +69,14 @@ def try_environment(recipe: Recipe, task: str, prompts: Sequence[Prompt]) -> str
     words += ["--template-kwargs", json.dumps(prompt.chat_template_kwargs)]
     asked = json.dumps([{"messages": messages, "tools": given} for given in (tools or prompt.tools, [])])
     answer, bare = ask_program("tba_cli.starter_models.convert", words, texts=asked)
-    most, num_tokens = recipe.searcher.max_prompt_tokens, (answer if "text" in answer else bare).get("num_tokens")
-    if num_tokens is None:
+    answer = bare if (is_bare := "no place for tools" in answer.get("error", "")) else answer
+    if "error" in answer:
         raise worker.error(step, answer["error"])
+    num_tokens, most = answer["num_tokens"], recipe.searcher.max_prompt_tokens
     if num_tokens > most:
         said = f"its first prompt has {num_tokens} tokens, tools included; raise searcher.max_prompt_tokens ({most})"
         raise worker.error(step, said)
-    return f"{found}, {num_tokens} tokens{'' if 'text' in answer else '; the chat template shows the policy no tools'}"
+    return f"{found}, {num_tokens} tokens{'; the chat template shows the policy no tools' * is_bare}"
 
 
 def most_s(recipe: Recipe) -> float:

@@ -45,7 +45,7 @@ def cpu_machine() -> Machine:
 def bfloat16_warning(recipe: Recipe) -> str | None:
     """Return a warning if a processor without instructions for bfloat16 computes in it, with the advice after `; `."""
     used = {"trainer.compute_dtype": (recipe.trainer.device, recipe.trainer.compute_dtype)}
-    used["model.dtype"] = recipe.searcher.device, recipe.model.dtype
+    used["model.dtype"] = recipe.searcher.device, recipe.model.dtype * (recipe.searcher.engine in ("embedded", "vllm"))
     keys = [key for key, (device, dtype) in used.items() if (device, dtype) == ("cpu", "bfloat16")]
     # as Linux names them: avx512_bf16, amx_bf16, bf16
     if not keys or not CPU_INFO.exists() or "bf16" in CPU_INFO.read_text():

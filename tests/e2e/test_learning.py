@@ -83,13 +83,13 @@ def test_accuracy_on_word_problems_rises_beyond_noise(tmp_path: Path) -> None:
 
 
 def test_the_policy_learns_to_call_tools(tmp_path: Path) -> None:
-    """Within 20 of the recipe's 60 steps; the standard error of 200 prompts is at most 0.036."""
+    """Within 20 of the recipe's 60 steps; the standard error of 128 prompts is at most 0.044."""
     conversations.make(CALCULATOR, tmp_path / "models/worlds/calculator")
     document = recipe_of("calculator", "{}.toml")
     document["trainer"]["num_steps"] = 20
-    document["eval"]["num_prompts_final"] = document["data"]["num_heldout"] = 200
+    document["eval"]["num_prompts_final"] = document["data"]["num_heldout"] = 128
     summary = run(tmp_path, document).summary()
-    assert summary["start_accuracy"] < min(0.35, summary["final_accuracy"] - 0.3)
+    assert summary["start_accuracy"] < min(0.4, summary["final_accuracy"] - 0.3)
 
 
 @pytest.mark.nightly

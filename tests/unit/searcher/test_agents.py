@@ -183,7 +183,7 @@ async def test_a_reply_that_is_sampled_when_the_agent_ends_is_abandoned() -> Non
         abandoned, settle = list[str](), world.runner.settle
         world.runner.on_abandoned = abandoned.append
         world.runner.settle = lambda completion: None if completion.request_id.endswith(".1") else settle(completion)
-        (played,) = await world.play(prompt_of(1, script=[["say", "one"], ["leave", 0.3]]))
+        (played,) = await world.play(prompt_of(1, script=[["say", "one"], ["leave", 3]]))
         await world.until(lambda: abandoned == ["lease-0/1.1.1"])
     assert played.episode.stop_condition == "stop:word 0"
 

@@ -146,9 +146,9 @@ class Recorder:
         return await self._reply(session, parent, rendering, history, tools, history[num_known:], max_tokens)
 
     def conversation(self, session: str | None) -> Conversation:
-        """Return the calls of a session (None: the first) as the sequences of a rollout."""
+        """Return the calls of a session (None: the first with any) as the sequences of a rollout."""
         talk = Conversation([], ())
-        session = next(iter(self._sessions), "") if session is None else session
+        session = next((name for name, calls in self._sessions.items() if calls), "") if session is None else session
         parents = self._parents(session)
         calls = [each for each in self._sessions[session] if not each.is_lost or id(each) in parents]
         turns = {id(call): turn for turn, call in enumerate(calls)}
@@ -238,7 +238,7 @@ class Recorder:
             self.truncated.setdefault(session, limit)
             raise CallRefusedError(f"no reply: the episode has reached {limit} of its recipe")
         asked = room if max_tokens is None else max(1, min(room, max_tokens))
-        number, used = self._num_calls, 0
+        number, used, was_long = self._num_calls, 0, self.truncated.get(session) == "max_prompt_tokens"
         self._num_calls += 1
         self._num_begun[session] += 1
         self._num_paths[session], self._num_segments[session] = num_paths, num_segments
@@ -270,8 +270,8 @@ class Recorder:
             self._num_open -= 1
             self._idle_since_s = time.monotonic()
         ids = completion.response_tokens.tolist()
-        if self.truncated.get(session) == "max_prompt_tokens":
-            del self.truncated[session]  # the agent has shortened its history
+        if was_long:
+            self.truncated.pop(session, None)  # the agent has shortened its history
         if completion.finish_reason == "length" and asked == room:
             self.truncated.setdefault(session, "max_response_tokens" if room == max_reply else "max_tokens")
         reply = self._renderer.parse(prompt.tolist(), ids, tools=tools)

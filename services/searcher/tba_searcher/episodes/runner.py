@@ -202,7 +202,7 @@ class EpisodeRunner:
             played, boundary = await self._attempt(prompt, request, pinned, attempt)
             episode = played.episode
             self._count(task, episodes=1, episodes_truncated=episode.is_truncated, tool_calls=episode.num_tool_calls)
-            if played.is_hopeless:
+            if played.is_hopeless or (boundary == "limit" and not played.sequences):
                 await asyncio.sleep(REFUSED_S)
                 break
             if boundary in (None, "limit"):

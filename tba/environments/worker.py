@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def main() -> None:
     """Load an environment and play until the input ends."""
     # buffered: a signal may cut a write to the pipe itself
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    section = json.loads(calls.readline())
+    section = json.loads(calls.readline() or sys.exit())  # nothing: its searcher was killed meanwhile
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what foreign code prints is no answer
     try:
@@ -49,8 +50,11 @@ def main() -> None:
 
 def write(answers: BinaryIO, value: Any) -> None:
     """Write a line of JSON."""
-    answers.write(json.dumps(value).encode() + b"\n")
-    answers.flush()
+    try:
+        answers.write(json.dumps(value).encode() + b"\n")
+        answers.flush()
+    except BrokenPipeError:  # the searcher is gone, as at the end of the input
+        os.killpg(0, signal.SIGKILL)
 
 
 async def _serve(make: Callable[[], Play], calls: BinaryIO, answers: BinaryIO, name: str) -> None:
@@ -100,10 +104,7 @@ class _Plays:
                 place = plugins.place_of(error, self._name, what="environment")
             text += "" if place is None else f" ({place})"
             answer = [number, ["environment", text], None]
-        try:
-            write(self._answers, answer)
-        except BrokenPipeError:  # the searcher is gone, as at the end of the input
-            os.killpg(0, signal.SIGKILL)
+        write(self._answers, answer)
 
     async def _value(self, method: str, episode_id: str, arguments: Any) -> Any:
         if method == "ping":

@@ -74,8 +74,7 @@ def try_environment(recipe: Recipe, task: str, prompts: Sequence[Prompt]) -> str
         raise worker.error(step, answer["error"])
     num_tokens, most = answer["num_tokens"], recipe.searcher.max_prompt_tokens
     if num_tokens > most:
-        said = f"its first prompt has {num_tokens} tokens, tools included; raise searcher.max_prompt_tokens ({most})"
-        raise worker.error(step, said)
+        raise worker.error(step, f"its first prompt has {num_tokens} tokens; raise searcher.max_prompt_tokens ({most})")
     return f"{found}, {num_tokens} tokens{'; the chat template shows the policy no tools' * is_bare}"
 
 

@@ -48,7 +48,7 @@ def bfloat16_warning(recipe: Recipe) -> str | None:
     used["model.dtype"] = recipe.searcher.device, recipe.model.dtype * (recipe.searcher.engine in ("embedded", "vllm"))
     keys = [key for key, (device, dtype) in used.items() if (device, dtype) == ("cpu", "bfloat16")]
     # as Linux names them: avx512_bf16, amx_bf16, bf16
-    if not keys or not CPU_INFO.exists() or "bf16" in CPU_INFO.read_text():
+    if not keys or not CPU_INFO.exists() or "bf16" in CPU_INFO.read_text(encoding="utf-8"):
         return None
     return (
         "the processor has no instructions for bfloat16, which then takes several times as long as float32; "

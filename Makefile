@@ -61,7 +61,7 @@ control: $(VENV)/.run  ## the control: the same runs with rewards shuffled withi
 		--set trainer.shuffle_rewards=true || exit 1; done
 	$(BIN)/tba table runs/control-seed0 runs/control-seed1 runs/control-seed2
 
-real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about ten minutes, without a hub)
+real: $(VENV)/.real  ## a pretrained chat model, SmolLM2-135M, learns three kinds of questions: SEED=n (about ten minutes with AVX512-BF16, no hub)
 	OMP_NUM_THREADS=2 $(BIN)/tba run recipes/smollm2.toml --fresh --seed $(SEED) --run-name smollm2-seed$(SEED)
 
 real-tools: $(VENV)/.real  ## the same model learns to call tools: SEED=n (about half an hour on a busy machine)
